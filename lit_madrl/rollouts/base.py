@@ -1,0 +1,56 @@
+"""The contract of everything that turns prompts into sampled completions."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from lit_madrl.types import Rollouts, Sampling
+
+
+class RolloutEngine(ABC):
+    """Samples completions from the policy's current weights.
+
+    An engine owns its random state: equal seeds and weights give equal rollouts, whatever else the process
+    drew in between, and ``state_dict`` lets a resumed run continue the very same stream.
+    """
+
+    @abstractmethod
+    def seed(self, seed: int) -> None:
+        """Restart the random stream; the learner passes a different seed on every rank."""
+
+    @abstractmethod
+    def sync_weights(self, policy: nn.Module) -> None:
+        """Sample from ``policy`` (a causal language model of transformers) from now on."""
+
+    @abstractmethod
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        stop_ids: Sequence[int],
+        prefixes: Sequence[Sequence[Sequence[int]]] | None = None,
+        limits: Tensor | None = None,
+    ) -> Rollouts:
+        """Draw ``sampling.group_size`` completions of each prompt.
+
+        Args:
+            prompts: P non-empty lists of token ids.
+            sampling: how to draw.
+            stop_ids: token ids that end a completion; the stop token is its last token.
+            prefixes: P lists of G token lists that completions start with; default none. Prefix tokens are
+                part of ``completion_ids`` and of the length limit.
+            limits: ``[P, G]`` long, longest completion a row, prefix included; default
+                ``sampling.max_new_tokens`` for all.
+        """
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """The random state."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue the random stream of ``state_dict``."""
