@@ -1,0 +1,6 @@
+"""LightningDataModules and the endless prompt sampler."""
+
+from lit_madrl.data.choice import ChoiceDataModule
+from lit_madrl.data.prompts import EndlessPromptSampler, PromptDataModule
+
+__all__ = ["ChoiceDataModule", "EndlessPromptSampler", "PromptDataModule"]

@@ -1,0 +1,6 @@
+"""Categorizers and verifiers: what judges a completion's text."""
+
+from lit_madrl.tasks.base import Categorizer, Completions, Verifier
+from lit_madrl.tasks.choice import ChoiceCategorizer
+
+__all__ = ["Categorizer", "ChoiceCategorizer", "Completions", "Verifier"]
