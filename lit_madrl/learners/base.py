@@ -1,0 +1,274 @@
+"""What the SFT and the GRPO learner share: building, stepping, evaluating, resuming, exporting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from lit_madrl.learners.collector import Collector, stack_targets
+from lit_madrl.learners.evaluation import Evaluation
+from lit_madrl.learners.rows import MicroBatch
+from lit_madrl.learners.schedule import Schedule
+from lit_madrl.policy.build import PolicyConfig, export
+from lit_madrl.policy.packing import pack
+from lit_madrl.policy.policy import Policy
+from lit_madrl.rollouts import TorchEngine
+from lit_madrl.rollouts.base import RolloutEngine
+from lit_madrl.tasks.base import Categorizer, Verifier
+from lit_madrl.types import Problem, Sampling
+
+OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
+
+
+def adamw(parameters: Iterable[Any]) -> Optimizer:
+    """The default optimizer: AdamW, learning rate 1e-6, betas (0.9, 0.99), weight decay 0.01."""
+    return torch.optim.AdamW(parameters, lr=1e-6, betas=(0.9, 0.99), weight_decay=0.01)
+
+
+class PolicyLearner(L.LightningModule):
+    """Base of the learners. A batch is a list of problems; optimization is manual.
+
+    Args:
+        policy: the model to train.
+        optimizer: makes the optimizer from the parameters.
+        schedule: learning-rate schedule in optimizer steps.
+        sampling: how completions are drawn in training, and in evaluation but for ``eval_sampling``.
+        eval_sampling: how completions are drawn in evaluation.
+        engine: samples completions; default the embedded :class:`lit_madrl.rollouts.TorchEngine`.
+        categorizer: names each completion's category.
+        verifier: judges correctness.
+        categories: names of the K categories (the data module supplies them).
+        max_grad_norm: gradients are scaled down to this norm.
+        micro_batch_tokens: packed tokens computed at once; the step's gradient does not depend on it.
+        score_truncated: judge completions that the length limit cut.
+        export_to: folder that receives the trained model when fitting ends.
+        seed: of the sampling streams.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyConfig,
+        optimizer: OptimizerCallable = adamw,
+        schedule: Schedule = Schedule(),
+        sampling: Sampling = Sampling(),
+        eval_sampling: Sampling | None = None,
+        engine: RolloutEngine | None = None,
+        categorizer: Categorizer | None = None,
+        verifier: Verifier | None = None,
+        categories: Sequence[str] = (),
+        max_grad_norm: float = 1.0,
+        micro_batch_tokens: int | None = None,
+        score_truncated: bool = False,
+        export_to: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if max_grad_norm <= 0:
+            raise ValueError(f"max_grad_norm: expected a number > 0, got {max_grad_norm}")
+        if micro_batch_tokens is not None and micro_batch_tokens < 1:
+            raise ValueError(f"micro_batch_tokens: expected an integer >= 1, got {micro_batch_tokens}")
+        self.automatic_optimization = False
+        self.policy_config = policy
+        self.make_optimizer = optimizer
+        self.schedule = schedule
+        self.sampling = sampling
+        self.eval_sampling = eval_sampling or sampling
+        self.engine = engine or TorchEngine()
+        self.categorizer = categorizer
+        self.verifier = verifier
+        self.categories = tuple(categories)
+        self.max_grad_norm = max_grad_norm
+        self.micro_batch_tokens = micro_batch_tokens
+        self.score_truncated = score_truncated
+        self.export_to = export_to
+        self.seed = seed
+        self.tokenizer = policy.tokenizer()
+        self.policy: Policy | None = None
+        self.prompt_cursor = 0
+        """Prompts consumed so far by all ranks together: where the data goes on after a resume."""
+        self.evaluations = torch.nn.ModuleDict(
+            {
+                split: Evaluation(self.categories, self.eval_sampling.group_size, verifier is not None)
+                for split in ("val", "test")
+            }
+        )
+        self._engine_states: list[dict[str, Any]] | None = None
+
+    # building
+
+    def configure_model(self) -> None:
+        """Build the policy once a process (Lightning asks before every stage)."""
+        if self.policy is None:
+            self.policy = self.policy_config.build()
+
+    @property
+    def collector(self) -> Collector:
+        """Generates and scores with the current weights."""
+        return Collector(
+            self.trained_policy,
+            self.tokenizer,
+            self.engine,
+            self.categorizer,
+            self.verifier,
+            self.score_truncated,
+        )
+
+    @property
+    def trained_policy(self) -> Policy:
+        """The policy, once ``configure_model`` has built it."""
+        if self.policy is None:
+            raise RuntimeError("policy: expected a model built by configure_model, got none yet")
+        return self.policy
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """The optimizer over the trainable parameters and its schedule."""
+        parameters = [p for p in self.trained_policy.parameters() if p.requires_grad]
+        optimizer = self.make_optimizer(parameters)
+        total = max(1, int(self.trainer.estimated_stepping_batches))
+        scheduler = LambdaLR(optimizer, lambda step: self.schedule.factor(step, total))
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def on_fit_start(self) -> None:
+        """Give every rank its own sampling stream, or the one it had when the checkpoint was written."""
+        states = self._engine_states
+        if states is not None and len(states) == self.trainer.world_size:
+            self.engine.load_state_dict(states[self.global_rank])
+        else:
+            self.engine.seed(self.seed + self.global_rank)
+
+    # stepping
+
+    def optimizer_step_over(
+        self, batches: Sequence[MicroBatch], loss: Callable[[int, MicroBatch], Tensor]
+    ) -> tuple[float, float]:
+        """One optimizer step on the sum of the losses of ``batches``; returns that sum and the gradient norm.
+
+        ``loss`` must divide by global counts, so that micro-batches and ranks add up to one large batch.
+
+        Raises:
+            FloatingPointError: the loss or the gradient is not finite; the weights are still untouched.
+        """
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        total = torch.zeros((), device=self.device)
+        for index, batch in enumerate(batches):
+            value = loss(index, batch)
+            with optimizer.toggle_model(sync_grad=index == len(batches) - 1):
+                # Data-parallel strategies average gradients over ranks; the loss is a share of the global sum.
+                self.manual_backward(value * self.trainer.world_size)
+            total += value.detach()
+        norm = torch.nn.utils.clip_grad_norm_(self.trained_policy.parameters(), self.max_grad_norm)
+        if not (bool(total.isfinite()) and bool(norm.isfinite())):
+            raise FloatingPointError(
+                f"optimizer step {self.global_step}: expected a finite loss and gradient, got loss {float(total)} and "
+                f"gradient norm {float(norm)}; the weights are those of the step before"
+            )
+        optimizer.step()
+        scheduler: Any = self.lr_schedulers()
+        scheduler.step()
+        return float(total), float(norm)
+
+    def global_sum(self, *values: float) -> list[float]:
+        """Each value summed over all ranks."""
+        if self.trainer.world_size == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor)
+        return [float(value) for value in tensor]
+
+    def learning_rate(self) -> float:
+        """The learning rate of the next optimizer step."""
+        optimizer: Any = self.optimizers()
+        return float(optimizer.param_groups[0]["lr"])
+
+    # evaluating
+
+    def validation_step(self, batch: list[Problem], batch_idx: int) -> None:
+        """Sample and measure."""
+        self._evaluate("val", batch, batch_idx)
+
+    def test_step(self, batch: list[Problem], batch_idx: int) -> None:
+        """Sample and measure."""
+        self._evaluate("test", batch, batch_idx)
+
+    def _evaluate(self, split: str, problems: list[Problem], batch_idx: int) -> None:
+        if not problems:  # a rank that has run out of prompts
+            return
+        # The same seed at every evaluation: curves compare weights, not draws; and training's stream is left alone.
+        training_stream = self.engine.state_dict()
+        self.engine.seed(hash_seed(self.seed, self.global_rank, batch_idx))
+        rollouts = self.collector.generate(problems, self.eval_sampling)
+        self.engine.load_state_dict(training_stream)
+        scores = self.collector.score(problems, rollouts, self.collector.decode(rollouts))
+        evaluation: Any = self.evaluations[split]
+        evaluation.update(scores, stack_targets(problems, self.device), self.option_probabilities(problems))
+
+    def option_probabilities(self, problems: Sequence[Problem]) -> Tensor | None:
+        """Exact probability ``[P, K]`` of each option, stop token included, by teacher forcing.
+
+        None when some problem's options cannot be enumerated.
+        """
+        if not all(problem.options for problem in problems):
+            return None
+        stop = self.collector.stop_ids(self.eval_sampling)[-1]
+        prompts = self.collector.encode_prompts(problems)
+        groups = [[self.collector.encode_completion(o, stop) for o in p.options] for p in problems]
+        packed = pack(prompts, groups).to(self.device)
+        with torch.no_grad():
+            logprobs = packed.row_sums(self.trained_policy(packed))
+        return logprobs.double().exp().view(len(problems), -1)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the split's numbers."""
+        self._log_evaluation("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Log the split's numbers."""
+        self._log_evaluation("test")
+
+    def _log_evaluation(self, split: str) -> None:
+        evaluation: Any = self.evaluations[split]
+        for name, value in evaluation.compute().items():
+            shown = name in ("jsd", "off_support_rate")
+            self.log(f"{split}/{name}", value.float(), prog_bar=shown, rank_zero_only=False)
+
+    # resuming and exporting
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add what the weights do not say: the data's place and every rank's sampling stream."""
+        states: list[Any] = [self.engine.state_dict()]
+        if self.trainer.world_size > 1:
+            states = [None] * self.trainer.world_size
+            dist.all_gather_object(states, self.engine.state_dict())
+        checkpoint["lit_madrl"] = {"prompt_cursor": self.prompt_cursor, "engine_states": states}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take up the data and the sampling streams where the checkpoint left them."""
+        state = checkpoint["lit_madrl"]
+        self.prompt_cursor = state["prompt_cursor"]
+        self._engine_states = state["engine_states"]
+
+    def on_fit_end(self) -> None:
+        """Write the trained model as a transformers folder."""
+        if (
+            self.export_to is not None
+            and self.trainer.is_global_zero
+            and not getattr(self.trainer, "fast_dev_run", False)
+        ):
+            export(self.trained_policy, self.tokenizer, self.export_to)
+
+
+def hash_seed(*parts: int) -> int:
+    """One seed from several numbers; different tuples practically never share one."""
+    value = 0
+    for part in parts:
+        value = (value * 6364136223846793005 + part + 1442695040888963407) % 2**63
+    return value

@@ -1,0 +1,293 @@
+"""GRPO whose rewards see whole groups: prompts -> rollouts -> scores -> rewards -> advantages -> loss."""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lit_madrl.functional import (
+    Reduction,
+    Scale,
+    clip_fraction,
+    clipped_surrogate,
+    dead_groups,
+    group_advantages,
+    jensen_shannon,
+    kl_estimate,
+)
+from lit_madrl.functional.kl import KLKind
+from lit_madrl.learners.base import PolicyLearner
+from lit_madrl.learners.collector import stack_targets
+from lit_madrl.learners.rows import Denominators, MicroBatch, Row, merge_rows, micro_batches
+from lit_madrl.policy.build import adapters_disabled
+from lit_madrl.policy.policy import Policy
+from lit_madrl.rewards.base import RewardShaper
+from lit_madrl.types import Problem, Rollouts, Scores
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The GRPO objective (MaD-RL section 2.5).
+
+    Args:
+        advantage_scale: divide centred rewards by the group's ``sample`` or ``population`` std, or not (``none``).
+            Scaling hides the divergence's shape and blows up noise near a match; not scaling leaves more to beta.
+        reduction: ``dapo`` mean over all tokens, ``grpo`` mean over sequences of token means, ``dr_grpo`` sum over
+            tokens divided by ``max_length`` and the number of sequences.
+        max_length: the divisor of ``dr_grpo``; default ``sampling.max_new_tokens``.
+        clip_low: the ratio is clipped below at 1 - clip_low.
+        clip_high: the ratio is clipped above at 1 + clip_high.
+        beta: coefficient of the KL term to the frozen start; 0 drops the reference model altogether.
+        kl: its estimator, see :func:`lit_madrl.functional.kl_estimate`.
+        inner_epochs: optimizer steps on each batch of rollouts.
+        dead_groups: all-equal groups ``count`` in the denominators as any other, or are left out (``exclude``).
+            They have no advantage, so without a KL term they are never computed.
+    """
+
+    advantage_scale: Scale = "sample"
+    reduction: Reduction = "dapo"
+    max_length: int | None = None
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    beta: float = 0.04
+    kl: KLKind = "k3"
+    inner_epochs: int = 1
+    dead_groups: Literal["count", "exclude"] = "count"
+
+    def __post_init__(self) -> None:
+        for name, valid, expected in (
+            ("clip_low", 0 <= self.clip_low <= 1, "a number in [0, 1]"),
+            ("clip_high", self.clip_high >= 0, "a number >= 0"),
+            ("beta", self.beta >= 0, "a number >= 0"),
+            ("inner_epochs", self.inner_epochs >= 1, "an integer >= 1"),
+            ("max_length", self.max_length is None or self.max_length >= 1, "an integer >= 1"),
+        ):
+            if not valid:
+                raise ValueError(f"objective.{name}: expected {expected}, got {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True)
+class Experience:
+    """One batch of rollouts with all that was made of it; callbacks read it as ``learner.experience``."""
+
+    problems: list[Problem]
+    rollouts: Rollouts
+    texts: list[list[str]]
+    scores: Scores
+    targets: Tensor
+    rewards: Tensor
+    advantages: Tensor
+
+
+class GRPOLearner(PolicyLearner):
+    """Trains a policy by GRPO with a group reward.
+
+    Args:
+        rewards: turns the scores of a group into rewards.
+        objective: the loss.
+        kwargs: see :class:`PolicyLearner`.
+    """
+
+    def __init__(self, rewards: RewardShaper, objective: Objective = Objective(), **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if self.sampling.temperature == 0:
+            raise ValueError("sampling.temperature: expected a number > 0 for training, got 0")
+        self.rewards = rewards
+        self.objective = objective
+        self.experience: Experience | None = None
+        # In a list, so that it is neither trained nor saved with the module.
+        self._reference: list[Policy] = []
+
+    def configure_model(self) -> None:
+        """Build the policy and its frozen reference."""
+        super().configure_model()
+        if self.objective.beta > 0 and self.policy_config.lora is None and not self._reference:
+            self._reference.append(copy.deepcopy(self.trained_policy).requires_grad_(False).eval())
+
+    def on_fit_start(self) -> None:
+        """Place the reference and complain, before any work, about settings that cannot learn the target."""
+        super().on_fit_start()
+        for reference in self._reference:
+            reference.to(self.device)
+        if self.sampling.truncates:
+            warnings.warn(
+                "sampling: top_k, top_p, min_new_tokens or temperature 0 draw from another distribution than the one "
+                "whose likelihood is trained, so the policy gradient is biased",
+                stacklevel=2,
+            )
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add which reference the policy is held to."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["lit_madrl"]["reference"] = _fingerprint(self._reference)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take up the run.
+
+        Raises:
+            ValueError: ``policy.pretrained`` now gives another reference than the run began with.
+        """
+        super().on_load_checkpoint(checkpoint)
+        begun_with = checkpoint["lit_madrl"].get("reference", [])
+        if self._reference and begun_with and begun_with != _fingerprint(self._reference):
+            raise ValueError(
+                f"policy.pretrained: expected the weights this run began with as the frozen reference, got others from "
+                f"{self.policy_config.pretrained!r}"
+            )
+
+    def training_step(self, batch: list[Problem], batch_idx: int) -> None:
+        """Collect a batch of rollouts and make ``inner_epochs`` optimizer steps on it."""
+        begun = time.perf_counter()
+        experience = self.collect(batch)
+        collected = time.perf_counter()
+        rate = self.learning_rate()
+        numbers = self.learn(experience)
+        (prompts,) = self.global_sum(len(batch))
+        self.prompt_cursor += int(prompts)
+        self.experience = experience
+        numbers |= {
+            "lr": rate,
+            "prompts": float(self.prompt_cursor),
+            "seconds/rollout": collected - begun,
+            "seconds/update": time.perf_counter() - collected,
+        }
+        numbers |= self.describe(experience)
+        for name, value in numbers.items():
+            shown = name in ("jsd", "off_support_rate", "reward")
+            self.log(f"train/{name}", value, prog_bar=shown, sync_dist=True)
+
+    def collect(self, problems: list[Problem]) -> Experience:
+        """Sample, score and reward a group of completions of each problem."""
+        collector = self.collector
+        targets = stack_targets(problems, self.device)
+        if self.prompt_cursor == 0:
+            self._warn_about(targets)
+        rollouts = collector.generate(problems, self.sampling)
+        texts = collector.decode(rollouts)
+        scores = collector.score(problems, rollouts, texts)
+        rewards = self.rewards(scores, targets)
+        advantages = group_advantages(rewards, self.objective.advantage_scale)
+        return Experience(problems, rollouts, texts, scores, targets, rewards, advantages)
+
+    def _warn_about(self, targets: Tensor) -> None:
+        complaints = {
+            complaint
+            for target in torch.unique(targets, dim=0)
+            for complaint in self.rewards.warnings(target, self.sampling.group_size)
+        }
+        for complaint in sorted(complaints):
+            warnings.warn(complaint, stacklevel=2)
+
+    def learn(self, experience: Experience) -> dict[str, float]:
+        """Update the policy on a batch of rollouts; returns what is worth logging."""
+        objective = self.objective
+        batches = self._micro_batches(experience)
+        reference = [self._reference_logprobs(batch) for batch in batches]
+        old: list[Tensor | None] = [None] * len(batches)
+        sums: dict[str, Tensor] = {}
+
+        def loss(index: int, batch: MicroBatch) -> Tensor:
+            logprobs = self.trained_policy(batch.packed, self.sampling.temperature)
+            before = old[index]
+            if before is None:  # the first epoch is on-policy: no separate pass for the old logprobs
+                before = old[index] = logprobs.detach()
+            # Inserted rows are learned through their likelihood, with ratio 1 at every epoch.
+            before = before.where(batch.on_policy, logprobs.detach())
+            clip = (objective.clip_low, objective.clip_high)
+            token_loss = clipped_surrogate(logprobs, before, batch.advantages, *clip)
+            numbers = {"clip_fraction": clip_fraction(logprobs, before, batch.advantages, *clip)}
+            ref = reference[index]
+            if ref is not None:
+                kl = kl_estimate(logprobs, ref, objective.kl)
+                numbers["kl"] = (batch.weights * kl.detach()).sum() / batch.weights.sum()
+                token_loss = token_loss + objective.beta * kl
+            for name, value in numbers.items():
+                sums[name] = sums.get(name, torch.zeros_like(value)) + value / len(batches)
+            return (batch.weights * token_loss).sum()
+
+        for _ in range(objective.inner_epochs):
+            sums.clear()
+            total, norm = self.optimizer_step_over(batches, loss)
+        return {"loss": total, "grad_norm": norm, **{name: float(value) for name, value in sums.items()}}
+
+    def _micro_batches(self, experience: Experience) -> list[MicroBatch]:
+        objective = self.objective
+        rollouts, rewards = experience.rollouts, experience.rewards
+        dead = dead_groups(rewards)
+        counted = ~dead if objective.dead_groups == "exclude" else torch.ones_like(dead)
+        lengths = rollouts.lengths[counted]
+        sequences, tokens = self.global_sum(lengths.numel(), int(lengths.sum()))
+        needed = counted if objective.beta > 0 else ~dead & counted
+        rows = merge_rows(
+            [
+                Row(prompt, tuple(ids), advantage, on_policy=on_policy)
+                for prompt, (group, advantages, flags, used) in enumerate(
+                    zip(
+                        rollouts.completions(),
+                        experience.advantages.tolist(),
+                        experience.scores.on_policy.tolist(),
+                        needed.tolist(),
+                        strict=True,
+                    )
+                )
+                if used
+                for ids, advantage, on_policy in zip(group, advantages, flags, strict=True)
+            ]
+        )
+        if not rows:  # nothing to learn here: one row of weight 0 keeps the optimizer and the ranks in step
+            rows = [Row(0, tuple(rollouts.completions()[0][0]), count=0)]
+        return micro_batches(
+            rollouts.prompt_ids,
+            rows,
+            objective.reduction,
+            Denominators(
+                max(sequences, 1), max(tokens, 1), objective.max_length or self.sampling.max_new_tokens
+            ),
+            self.micro_batch_tokens,
+            self.device,
+        )
+
+    @torch.no_grad()
+    def _reference_logprobs(self, batch: MicroBatch) -> Tensor | None:
+        if self.objective.beta == 0:
+            return None
+        if self._reference:
+            return self._reference[0](batch.packed, self.sampling.temperature)  # type: ignore[no-any-return]
+        with adapters_disabled(self.trained_policy) as reference:
+            return reference(batch.packed, self.sampling.temperature)  # type: ignore[no-any-return]
+
+    def describe(self, experience: Experience) -> dict[str, float]:
+        """Numbers of a batch of rollouts: rewards, lengths, dead groups and distribution."""
+        category, targets = experience.scores.category, experience.targets
+        numbers = {
+            "reward": float(experience.rewards.mean()),
+            "length": float(experience.rollouts.lengths.float().mean()),
+            "truncated_rate": 1 - float(experience.rollouts.finished.float().mean()),
+            "dead_groups": float(dead_groups(experience.rewards).float().mean()),
+        }
+        if self.verifier is not None:
+            numbers["correct"] = float(experience.scores.correct.mean())
+        if targets.shape[-1]:
+            counts = torch.stack([(category == k).sum() for k in range(targets.shape[-1])]).float()
+            shares = counts / counts.sum().clamp(min=1)
+            numbers["jsd"] = float(jensen_shannon(targets.mean(0), shares)) if counts.sum() else float("nan")
+            numbers["off_support_rate"] = float((category < 0).float().mean())
+            numbers |= {f"share/{name}": float(s) for name, s in zip(self.categories, shares, strict=False)}
+        return numbers
+
+
+def _fingerprint(policies: Sequence[Policy]) -> list[float]:
+    """Two sums over all weights, which tell one model from another; empty without a model."""
+    weights = [p.detach().double() for policy in policies for p in policy.parameters()]
+    return (
+        [float(sum(w.sum() for w in weights)), float(sum(w.square().sum() for w in weights))]
+        if weights
+        else []
+    )

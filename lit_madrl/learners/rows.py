@@ -1,0 +1,116 @@
+"""Completions as training rows: identical ones merged, all of them split into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lit_madrl.functional import Reduction, token_weights
+from lit_madrl.policy.packing import PackedBatch, pack
+
+
+@dataclass(frozen=True)
+class Row:
+    """A distinct completion of one prompt.
+
+    Attributes:
+        prompt: index of its prompt in the batch.
+        ids: its tokens, the stop token included.
+        advantage: of each of its copies.
+        count: how many copies it stands for.
+        on_policy: false for a row an augmenter inserted.
+    """
+
+    prompt: int
+    ids: tuple[int, ...]
+    advantage: float = 0.0
+    count: int = 1
+    on_policy: bool = True
+
+
+def merge_rows(rows: Sequence[Row]) -> list[Row]:
+    """Rows that are the same but for their count, as one: they have the same loss, so this is exact."""
+    merged: dict[Row, int] = {}
+    for row in rows:
+        key = replace(row, count=1)
+        merged[key] = merged.get(key, 0) + row.count
+    return [replace(row, count=count) for row, count in merged.items()]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows that are computed together.
+
+    Attributes:
+        packed: their tokens; R rows, M completion tokens.
+        advantages: ``[M]``.
+        weights: ``[M]``, the share of each token's loss in the loss of the whole (global) batch.
+        on_policy: ``[M]`` bool.
+    """
+
+    packed: PackedBatch
+    advantages: Tensor
+    weights: Tensor
+    on_policy: Tensor
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """Counts over the whole batch, all micro-batches and ranks together."""
+
+    sequences: float
+    tokens: float
+    max_length: int
+
+
+def micro_batches(
+    prompts: Sequence[Sequence[int]],
+    rows: Sequence[Row],
+    reduction: Reduction,
+    denominators: Denominators,
+    budget: int | None,
+    device: torch.device | str,
+) -> list[MicroBatch]:
+    """Pack rows into as few micro-batches as ``budget`` tokens each allow (a single longer row stands alone)."""
+    batches = []
+    for part in _split(prompts, sorted(rows, key=lambda row: row.prompt), budget):
+        used = sorted({row.prompt for row in part})
+        groups = [[row.ids for row in part if row.prompt == prompt] for prompt in used]
+        packed = pack([prompts[prompt] for prompt in used], groups)
+        weights = token_weights(
+            packed.lengths,
+            torch.tensor([float(row.count) for row in part]),
+            reduction,
+            num_sequences=denominators.sequences,
+            num_tokens=denominators.tokens,
+            max_length=denominators.max_length,
+        )
+        advantages = torch.tensor([row.advantage for row in part])
+        on_policy = torch.tensor([row.on_policy for row in part])
+        by_token = packed.rows
+        batches.append(
+            MicroBatch(
+                packed.to(device),
+                advantages[by_token].to(device),
+                weights[by_token].to(device),
+                on_policy[by_token].to(device),
+            )
+        )
+    return batches
+
+
+def _split(prompts: Sequence[Sequence[int]], rows: Sequence[Row], budget: int | None) -> Iterator[list[Row]]:
+    part: list[Row] = []
+    size = 0
+    for row in rows:
+        cost = len(row.ids) + (0 if part and part[-1].prompt == row.prompt else len(prompts[row.prompt]))
+        if part and budget is not None and size + cost > budget:
+            yield part
+            part, size, cost = [], 0, len(row.ids) + len(prompts[row.prompt])
+        part.append(row)
+        size += cost
+    if part:
+        yield part
