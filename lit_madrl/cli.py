@@ -1,0 +1,122 @@
+"""The command line: ``python cli.py {fit,validate,test} -c CONFIG.yaml [--model.init_args.… VALUE]``."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+# Imported for their names: a YAML file says `class_path: ForwardKL` for any class below.
+import lit_madrl.types
+from lit_madrl.callbacks import CompletionTable
+from lit_madrl.cli_errors import check_subcommand, one_line_errors
+from lit_madrl.data import PromptDataModule
+from lit_madrl.learners import PolicyLearner
+
+_COMPONENTS = (
+    lit_madrl.learners,
+    lit_madrl.policy,
+    lit_madrl.rewards,
+    lit_madrl.rollouts,
+    lit_madrl.tasks,
+    lit_madrl.data,
+    lit_madrl.callbacks,
+    lit_madrl.types,
+)
+
+
+class MadrlCLI(LightningCLI):
+    """LightningCLI with a run folder, links between data and learner, and errors of one line."""
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """``fit``, ``validate`` and ``test``."""
+        known: dict[str, set[str]] = LightningCLI.subcommands()
+        return {name: known[name] for name in ("fit", "validate", "test")}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the run folder, and say what the learner and the data take from elsewhere."""
+        parser.add_argument(
+            "--run_dir", type=str, default="runs/default", help="Folder of everything a run writes."
+        )
+        parser.link_arguments("seed_everything", "model.init_args.seed", compute_fn=_as_seed)
+        parser.link_arguments("seed_everything", "data.init_args.seed", compute_fn=_as_seed)
+        parser.link_arguments("data.categories", "model.init_args.categories", apply_on="instantiate")
+        parser.set_defaults({"seed_everything": 0})
+
+    def parse_arguments(self, *args: Any, **kwargs: Any) -> None:
+        """Parse, and explain a mistake in one line."""
+        with one_line_errors(_COMPONENTS):
+            super().parse_arguments(*args, **kwargs)
+
+    def instantiate_classes(self) -> None:
+        """Build data, learner and trainer, and explain a wrong argument in one line."""
+        with one_line_errors(_COMPONENTS):
+            super().instantiate_classes()
+
+    def _parse_ckpt_path(self) -> None:
+        """Do nothing: Lightning would let a checkpoint's arguments silently override the ones given."""
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        """Send CSV and TensorBoard logs, checkpoints and completion tables to ``run_dir`` unless told otherwise."""
+        config = self.config[self.subcommand]
+        folder, given = Path(config.run_dir), config.trainer
+        if given.logger in (None, True):
+            kwargs["logger"] = [
+                CSVLogger(folder, name="", version=""),
+                TensorBoardLogger(folder, name="", version="", sub_dir="tensorboard"),
+            ]
+        if given.default_root_dir is None:
+            kwargs["default_root_dir"] = str(folder)
+        trainer: L.Trainer = super().instantiate_trainer(**kwargs)
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(callback, CompletionTable) for callback in callbacks):
+            callbacks.insert(0, CompletionTable())
+        for callback in callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+                callback.dirpath = str(folder / "checkpoints")
+        return trainer
+
+
+def _as_seed(seed: bool | int) -> int:
+    return 0 if seed is True or seed is False else seed
+
+
+def main(args: Sequence[str] | None = None) -> MadrlCLI:
+    """Run the command line on ``args`` (default: the program's own)."""
+    check_subcommand(sys.argv[1:] if args is None else args, tuple(MadrlCLI.subcommands()))
+    with warnings.catch_warnings():
+        _quiet_lightning()
+        return MadrlCLI(
+            PolicyLearner,
+            PromptDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,
+            save_config_kwargs={"overwrite": True},
+            trainer_defaults={"use_distributed_sampler": False, "num_sanity_val_steps": 0},
+            parser_kwargs={
+                "exit_on_error": False,
+                **{s: {"exit_on_error": False} for s in MadrlCLI.subcommands()},
+            },
+            args=args,
+        )
+
+
+def _quiet_lightning() -> None:
+    """Leave out warnings that no user of this command line can act on."""
+    for message in (
+        r".*isinstance\(treespec, LeafSpec\).*",
+        r".*does not have many workers.*",
+        r".*LightningCLI's args parameter is intended.*",
+        r".*Experiment logs directory .* exists and is not empty.*",
+        r".*Checkpoint directory .* exists and is not empty.*",
+    ):
+        warnings.filterwarnings("ignore", message=message)
