@@ -1,12 +1,14 @@
 """Watch a language model's answers move from a skewed to the uniform distribution, in minutes on a CPU.
 
 Makes a tiny random model, teaches it to answer with a skew (SFT), trains it to the uniform target (forward-KL
-MaD-RL) and evaluates both on held-out prompts. Writes everything to ``runs/quickstart``.
+MaD-RL) and evaluates both on held-out prompts. Writes everything to ``runs/quickstart``. Arguments are handed on to
+both trainings, as in ``python examples/quickstart.py --trainer.max_steps 10``.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -15,24 +17,25 @@ from lit_madrl.cli import main
 from lit_madrl.report import plot_bars, plot_curve, print_table, summarize
 
 RUN = Path("runs/quickstart")
-CONFIG = "configs/choice/quickstart.yaml"
+CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "choice"
+WARM_START, MADRL = str(CONFIGS / "quickstart_warm_start.yaml"), str(CONFIGS / "quickstart.yaml")
 
 
 def evaluate(name: str, model: Path) -> dict:
     """Distribution of a model's answers to the 80 held-out prompts."""
-    arguments = ["test", "-c", CONFIG, "--verbose", "false", "--run_dir", str(RUN / "holdout" / name)]
+    arguments = ["test", "-c", MADRL, "--verbose", "false", "--run_dir", str(RUN / "holdout" / name)]
     cli = main([*arguments, "--model.init_args.policy.pretrained", str(model)])
     return summarize(cli.trainer.callback_metrics, "test", cli.datamodule.categories)
 
 
-def quickstart() -> dict:
+def quickstart(arguments: list[str]) -> dict:
     """Run everything; returns what ``metrics.json`` holds."""
     if prepare.main(["tiny-choice", "--output", str(RUN / "tiny")]):
         raise SystemExit(1)
     begun = time.perf_counter()
-    main(["fit", "-c", "configs/choice/quickstart_warm_start.yaml"])
+    main(["fit", "-c", WARM_START, *arguments])
     warmed = time.perf_counter()
-    trained = main(["fit", "-c", CONFIG])
+    trained = main(["fit", "-c", MADRL, *arguments])
     ended = time.perf_counter()
     summaries = {
         "warm_start": evaluate("warm_start", RUN / "warm_start" / "model"),
@@ -49,4 +52,4 @@ def quickstart() -> dict:
 
 
 if __name__ == "__main__":
-    quickstart()
+    quickstart(sys.argv[1:])

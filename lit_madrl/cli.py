@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from collections.abc import Sequence
@@ -9,27 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import transformers
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-# Imported for their names: a YAML file says `class_path: ForwardKL` for any class below.
-import lit_madrl.types
+# Imported for their names: a YAML file says `class_path: ForwardKL` for any class in them.
+from lit_madrl import callbacks, data, learners, policy, rewards, rollouts, tasks, types
 from lit_madrl.callbacks import CompletionTable
 from lit_madrl.cli_errors import check_subcommand, one_line_errors
 from lit_madrl.data import PromptDataModule
 from lit_madrl.learners import PolicyLearner
 
-_COMPONENTS = (
-    lit_madrl.learners,
-    lit_madrl.policy,
-    lit_madrl.rewards,
-    lit_madrl.rollouts,
-    lit_madrl.tasks,
-    lit_madrl.data,
-    lit_madrl.callbacks,
-    lit_madrl.types,
-)
+_COMPONENTS = (learners, policy, rewards, rollouts, tasks, data, callbacks, types)
 
 
 class MadrlCLI(LightningCLI):
@@ -76,13 +69,17 @@ class MadrlCLI(LightningCLI):
         if given.default_root_dir is None:
             kwargs["default_root_dir"] = str(folder)
         trainer: L.Trainer = super().instantiate_trainer(**kwargs)
-        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if not any(isinstance(callback, CompletionTable) for callback in callbacks):
-            callbacks.insert(0, CompletionTable())
-        for callback in callbacks:
+        used: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(callback, CompletionTable) for callback in used):
+            used.insert(0, CompletionTable())
+        for callback in used:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
                 callback.dirpath = str(folder / "checkpoints")
         return trainer
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(("💡 Tip", "TPU available", "GPU available"))
 
 
 def _as_seed(seed: bool | int) -> int:
@@ -106,12 +103,14 @@ def main(args: Sequence[str] | None = None) -> MadrlCLI:
                 "exit_on_error": False,
                 **{s: {"exit_on_error": False} for s in MadrlCLI.subcommands()},
             },
-            args=args,
+            args=None if args is None else list(args),
         )
 
 
 def _quiet_lightning() -> None:
-    """Leave out warnings that no user of this command line can act on."""
+    """Leave out messages that no user of this command line can act on."""
+    transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_news)
     for message in (
         r".*isinstance\(treespec, LeafSpec\).*",
         r".*does not have many workers.*",

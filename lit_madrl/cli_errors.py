@@ -71,8 +71,8 @@ def explain(text: str, modules: Sequence[ModuleType]) -> str:
             return f"{where}: unknown class {name!r}{_suggest(name, _class_names(modules))}"
         if found := _OPTION.search(leaf):
             name = found[1]
-            part = name.split(".")[-1] if where else name.split(".")[0]
             known = _argument_names(modules)
+            part = next((part for part in name.split(".") if part not in known), name.split(".")[-1])
             return f"{where or 'arguments'}: unknown argument {name!r}{_suggest(part, known)}"
     message = leaves[0] if leaves else " ".join(lines)
     message = re.sub(r"^.*?Parser key \"[^\"]+\": ?", "", message)

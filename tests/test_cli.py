@@ -1,0 +1,165 @@
+"""The command line: what it writes, and one clear line for each kind of mistake."""
+
+from __future__ import annotations
+
+import csv
+import warnings
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+
+from lit_madrl.learners import GRPOLearner
+from tests.helpers.running import CONFIGS, ROOT, run, small
+
+BASE = CONFIGS / "choice" / "base.yaml"
+
+
+@pytest.fixture(autouse=True)
+def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    warnings.simplefilter("ignore")
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    """The one line that a wrong command line ends with."""
+    with pytest.raises(SystemExit) as stopped:
+        run(*arguments)
+    assert stopped.value.code == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    return lines[0]
+
+
+MISTAKES = [
+    (("-c", BASE, "fit"), "the subcommand comes first: cli.py fit -c"),
+    ((), "expected a subcommand (fit, validate, test)"),
+    (("-c", BASE), "expected a subcommand (fit, validate, test)"),
+    (("fitt", "-c", BASE), "unknown subcommand 'fitt'"),
+    (("fit", "-c", "nowhere.yaml"), "nowhere.yaml"),
+    (("fit", "-c", BASE, "--model.init_args.rewards", "ForwrdKL"), "'ForwrdKL' (did you mean ForwardKL?)"),
+    (
+        ("fit", "-c", BASE, "--model.init_args.rewards.class_path", "ForwardKLL"),
+        "model.rewards: unknown class 'ForwardKLL' (did you mean ForwardKL?)",
+    ),
+    (("fit", "-c", BASE, "--model.class_path", "GRPOLerner"), "'GRPOLerner' (did you mean GRPOLearner"),
+    (("fit", "-c", BASE, "--model.init_args.objective.betta", "3"), "'objective.betta' (did you mean beta"),
+    (("fit", "-c", BASE, "--data.init_args.batchsize", "3"), "'batchsize' (did you mean batch_size"),
+    (("fit", "-c", BASE, "--modle.class_path", "x"), "'modle.class_path' (did you mean model"),
+    (("fit", "-c", BASE, "--data.init_args.form", "closd"), "data.form:"),
+    (("fit", "-c", BASE, "--model.init_args.sampling.group_size", "0"), "expected an integer >= 1, got 0"),
+    (
+        ("fit", "-c", BASE, "--model.init_args.policy.pretrained", "runs/nowhere"),
+        "policy.pretrained: expected a hub name or a folder",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), MISTAKES, ids=range(len(MISTAKES)))
+def test_a_mistake_gets_one_line(
+    arguments: tuple[str | Path, ...], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert expected in complaint(capsys, *arguments)
+
+
+def test_a_yaml_mistake_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = yaml.safe_load(BASE.read_text())
+    config["model"]["init_args"]["samplign"] = {"group_size": 3}
+    (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(config))
+    assert "'samplign.group_size' (did you mean sampling" in complaint(
+        capsys, "fit", "-c", tmp_path / "wrong.yaml"
+    )
+
+
+def test_a_target_that_is_no_distribution(
+    tiny_choice: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = complaint(
+        capsys, "fit", "-c", BASE, *small(tiny_choice, tmp_path), "--data.init_args.target", "[.5,.5,.5,0,0]"
+    )
+    assert "target" in line
+    assert "1.5" in line
+
+
+def test_print_config(tiny_choice: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run("fit", "-c", BASE, "--print_config")
+    assert stopped.value.code in (0, None)
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["model"]["init_args"]["rewards"]["class_path"].endswith("ForwardKL")
+
+
+def test_switching_a_class_keeps_no_argument_of_the_former(
+    tiny_choice: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A switched class takes the new class's defaults; asking it for an old argument is an error, not silence."""
+    reverse = CONFIGS / "choice" / "reverse_kl.yaml"
+    wrong = complaint(
+        capsys,
+        *("fit", "-c", BASE, "-c", reverse, "--model.init_args.rewards", "L2"),
+        *("--model.init_args.rewards.init_args.epsilon", "0.1"),
+    )
+    assert "unknown argument 'epsilon'" in wrong
+
+
+def test_run_folder(tiny_choice: Path, tmp_path: Path) -> None:
+    """Config, CSV and TensorBoard logs, checkpoints and the completions table."""
+    table = "--trainer.callbacks+=lit_madrl.callbacks.CompletionTable"
+    run(
+        *("fit", "-c", BASE, *small(tiny_choice, tmp_path), "--trainer.max_steps", "2"),
+        *(table, "--trainer.callbacks.every_n_steps", "1", "--trainer.callbacks.max_prompts", "1"),
+        *("--trainer.val_check_interval", "1"),
+    )
+    assert {"config.yaml", "metrics.csv", "tensorboard", "completions", "checkpoints", "model"} <= {
+        path.name for path in tmp_path.iterdir()
+    }
+    assert (tmp_path / "checkpoints" / "last.ckpt").is_file()
+    with (tmp_path / "metrics.csv").open() as file:
+        logged = set().union(*({k for k, v in row.items() if v} for row in csv.DictReader(file)))
+    assert {"train/jsd", "train/off_support_rate", "train/kl", "val/jsd", "val/jsd_floor"} <= logged
+    assert {"val/jsd_per_prompt", "val/exact/jsd_per_prompt", "val/share/first", "val/coverage"} <= logged
+    rows = pq.read_table(tmp_path / "completions" / "step_000002.parquet").to_pylist()
+    assert len(rows) == 4
+    assert {"prompt", "completion", "category", "reward", "advantage"} <= rows[0].keys()
+    assert sum(row["advantage"] for row in rows) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_categories_come_from_the_data(tiny_choice: Path, tmp_path: Path) -> None:
+    cli = run("fit", "-c", BASE, *small(tiny_choice, tmp_path))
+    assert (
+        cli.model.categories == cli.datamodule.categories == ("first", "second", "third", "fourth", "fifth")
+    )
+
+
+def test_one_seed_for_all(tiny_choice: Path, tmp_path: Path) -> None:
+    cli = run("fit", "-c", BASE, *small(tiny_choice, tmp_path), "--seed_everything", "7")
+    assert (cli.model.seed, cli.datamodule.seed) == (7, 7)
+
+
+def test_validate_and_test_print_numbers(tiny_choice: Path, tmp_path: Path) -> None:
+    for command, split in (("validate", "val"), ("test", "test")):
+        arguments = small(tiny_choice, tmp_path)
+        cli = run(command, "-c", BASE, *arguments)
+        assert f"{split}/exact/jsd_per_prompt" in cli.trainer.callback_metrics
+
+
+def test_a_checkpoint_does_not_override_given_arguments(tiny_choice: Path, tmp_path: Path) -> None:
+    """Lightning alone would take the checkpoint's hyperparameters over the command line's, in silence."""
+    first = tmp_path / "first"
+    run("fit", "-c", BASE, *small(tiny_choice, first), "--trainer.callbacks.every_n_train_steps", "1")
+    checkpoint = first / "checkpoints" / "last.ckpt"
+    torch.load(checkpoint, weights_only=True)
+    cli = run(
+        *("fit", "-c", BASE, *small(tiny_choice, tmp_path / "second"), "--trainer.max_steps", "2"),
+        *("--model.init_args.objective.clip_high", "0.5", "--ckpt_path", checkpoint),
+    )
+    assert isinstance(cli.model, GRPOLearner)
+    assert cli.model.objective.clip_high == 0.5
+    assert cli.trainer.global_step == 2
+
+
+def test_a_missing_checkpoint_is_an_error(tiny_choice: Path, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="nowhere"):
+        run("fit", "-c", BASE, *small(tiny_choice, tmp_path), "--ckpt_path", tmp_path / "nowhere.ckpt")

@@ -1,0 +1,85 @@
+"""Every shipped YAML file is parsed and makes one step on a tiny model."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lit_madrl.learners import GRPOLearner
+from tests.helpers.running import CONFIGS, ROOT, run, small
+
+BASE = CONFIGS / "choice" / "base.yaml"
+# A random model gives no valid answer; any text is some category of this one, so that there is something to learn.
+ALIVE = (
+    *("--model.init_args.categorizer", "tests.helpers.running.HashCategorizer"),
+    *("--model.init_args.score_truncated", "true"),
+)
+SHIPPED = sorted([*CONFIGS.rglob("*.yaml"), *(ROOT / "examples").glob("*.yaml")])
+
+
+@pytest.fixture(scope="module")
+def chat_model(tiny_choice: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a chat template, which some configurations need."""
+    folder = tmp_path_factory.mktemp("models") / "chat"
+    shutil.copytree(tiny_choice, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}\nAnswer:"
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def layers(config: Path) -> list[str]:
+    """A file that names no data to train on is laid over the base."""
+    complete = {"trainer", "model", "data"} <= yaml.safe_load(config.read_text()).keys()
+    return ["-c", str(config)] if complete else ["-c", str(BASE), "-c", str(config)]
+
+
+@pytest.mark.parametrize("config", SHIPPED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_one_step(config: Path, chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cli = run("fit", *layers(config), *small(chat_model, tmp_path), *ALIVE)
+    assert cli.trainer.global_step == 1
+    assert (tmp_path / "metrics.csv").is_file()
+    assert (tmp_path / "config.yaml").is_file()
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    start = AutoModelForCausalLM.from_pretrained(chat_model)
+    moved = [bool((a != b).any()) for a, b in zip(trained.parameters(), start.parameters(), strict=True)]
+    assert any(moved)
+
+
+@pytest.mark.parametrize("config", SHIPPED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_header_says_what_it_is(config: Path) -> None:
+    assert config.read_text().startswith("# ")
+
+
+def test_paper_settings(chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MaD-RL section 3.2: 6000 steps, G = 32, learning rate 5e-6, temperature 1, KL coefficient 0.04."""
+    config = yaml.safe_load((CONFIGS / "choice" / "paper.yaml").read_text())
+    learner = config["model"]["init_args"]
+    assert config["trainer"]["max_steps"] == 6000
+    assert learner["sampling"] == {"group_size": 32, "max_new_tokens": 32, "temperature": 1.0}
+    assert learner["optimizer"]["init_args"]["lr"] == 5e-6
+    assert learner["objective"]["beta"] == 0.04
+    assert learner["policy"]["pretrained"] == "Qwen/Qwen3-4B-Instruct-2507"
+
+
+def test_layers_choose_form_target_and_divergence(
+    tiny_choice: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    over = [part for name in ("open", "peaked", "l2") for part in ("-c", CONFIGS / "choice" / f"{name}.yaml")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cli = run("fit", "-c", BASE, *over, *small(tiny_choice, tmp_path))
+    assert isinstance(cli.model, GRPOLearner)
+    assert type(cli.model.rewards).__name__ == "L2"
+    assert cli.datamodule.form == "open"
+    assert cli.model.experience is not None
+    assert cli.model.experience.targets[0].tolist() == pytest.approx([0.6, 0.3, 0.1, 0.0, 0.0])
