@@ -8,9 +8,14 @@ both trainings, as in ``python examples/quickstart.py --trainer.max_steps 10``.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
+
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # read when torch is imported; a model this small only waits for more
 
 from lit_madrl import prepare
 from lit_madrl.cli import main
@@ -21,9 +26,9 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "choice"
 WARM_START, MADRL = str(CONFIGS / "quickstart_warm_start.yaml"), str(CONFIGS / "quickstart.yaml")
 
 
-def evaluate(name: str, model: Path) -> dict:
-    """Distribution of a model's answers to the 80 held-out prompts."""
-    arguments = ["test", "-c", MADRL, "--verbose", "false", "--run_dir", str(RUN / "holdout" / name)]
+def evaluate(config: str, model: Path, run_dir: Path) -> dict:
+    """Distribution of a model's answers to the 80 held-out prompts of a configuration."""
+    arguments = ["test", "-c", config, "--verbose", "false", "--run_dir", str(run_dir)]
     cli = main([*arguments, "--model.init_args.policy.pretrained", str(model)])
     return summarize(cli.trainer.callback_metrics, "test", cli.datamodule.categories)
 
@@ -38,8 +43,8 @@ def quickstart(arguments: list[str]) -> dict:
     trained = main(["fit", "-c", MADRL, *arguments])
     ended = time.perf_counter()
     summaries = {
-        "warm_start": evaluate("warm_start", RUN / "warm_start" / "model"),
-        "final": evaluate("final", RUN / "madrl" / "model"),
+        "warm_start": evaluate(MADRL, RUN / "warm_start" / "model", RUN / "holdout" / "warm_start"),
+        "final": evaluate(MADRL, RUN / "madrl" / "model", RUN / "holdout" / "final"),
     }
     seconds = {"warm_start": warmed - begun, "madrl": ended - warmed}
     metrics = summaries | {"seconds": seconds}

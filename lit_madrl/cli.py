@@ -116,6 +116,7 @@ def _quiet_lightning() -> None:
         r".*does not have many workers.*",
         r".*LightningCLI's args parameter is intended.*",
         r".*Experiment logs directory .* exists and is not empty.*",
+        r".*Using ModelCheckpoint with manual optimization and every_n_train_steps.*",
         r".*Checkpoint directory .* exists and is not empty.*",
     ):
         warnings.filterwarnings("ignore", message=message)

@@ -54,16 +54,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def write_folder(output: Path, write: Callable[[Path], None], force: bool = False) -> bool:
-    """Let ``write`` fill a temporary folder, then rename it to ``output``; false if that was complete already.
+    """Let ``write`` fill a temporary folder, then rename it to ``output``; false if it was complete.
 
     Raises:
-        ValueError: ``output`` exists and is no model folder.
+        ValueError: ``output`` is a file or a folder of other things, which even ``force`` does not replace, or
+            an incomplete model folder, which only ``force`` replaces.
     """
-    if output.exists():
-        if not output.is_dir() or (any(output.iterdir()) and not (output / _FILES[0]).exists()):
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        if not (output / _FILES[0]).exists():
             raise ValueError(f"output: expected a new path or a model folder, got {str(output)!r}")
-        if not force and all((output / name).exists() for name in _FILES):
+        complete = all((output / name).exists() for name in _FILES)
+        if complete and not force:
             return False
+        if not force:
+            raise ValueError(f"output: expected a complete model folder or --force, got {str(output)!r}")
     output = output.absolute()
     partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
     partial.mkdir(parents=True)

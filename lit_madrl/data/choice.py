@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple, get_args
 
-from lit_madrl.data.choice_topics import FEW_SHOT_INSTRUCTIONS, SHOTS, TEMPLATES, TOPICS, Topic
+from lit_madrl.data.choice_topics import SHOTS, TEMPLATES, TOPICS, Topic
 from lit_madrl.data.prompts import PromptDataModule, require_at_least, seeded
 from lit_madrl.functional.divergences import validate_target
 from lit_madrl.types import Problem
@@ -62,22 +62,27 @@ def render_prompt(
     Plain and few-shot prompts end with a colon, so no token of a completion that starts with a space can
     merge with the prompt's last one.
     """
-    if style == "few_shot":
-        shots = [
-            f"{noun}{_in_parentheses(listed if options else ())}: {answer}" for noun, listed, answer in SHOTS
-        ]
-        question = f"{topic.singular}{_in_parentheses(options)}:"
-        return "\n".join([FEW_SHOT_INSTRUCTIONS[template], *shots, question])
+    if style == "chat":
+        return (
+            {"role": "user", "content": f"{_ask(topic, template, options)} Reply with your answer alone."},
+        )
+    question = f"{_ask(topic, template, options)}\nAnswer:"
+    if style == "plain":
+        return question
+    shots = [
+        f"{_ask(shot, template, shot.options if options else ())}\nAnswer: {answer}" for shot, answer in SHOTS
+    ]
+    return "\n".join([*shots, question])
+
+
+def _ask(topic: Topic, template: int, options: Sequence[str]) -> str:
     text = re.sub(r"\[(.*?)\]", r"\1" if options else "", TEMPLATES[template])
     listed = f"{', '.join(options[:-1])}, and {options[-1]}" if options else ""
-    text = text.format(singular=topic.singular, plural=topic.plural, options=listed)
-    if style == "chat":
-        return ({"role": "user", "content": f"{text} Reply with your answer alone."},)
-    return f"{text}\nAnswer:"
+    return text.format(singular=topic.singular, plural=topic.plural, options=listed)
 
 
 class ChoiceDataModule(PromptDataModule):
-    """64 topics, each asked in 10 ways; category k is the k-th answer of a topic, whatever order the prompt lists.
+    """64 topics asked in 10 ways each; category k is the k-th answer of a topic, in whatever order listed.
 
     ``Problem.options`` are the five completions as the policy would write them, without a stop token: with a
     leading space in plain and few-shot style. Each training prompt draws the order of its list anew; the 80
@@ -86,8 +91,8 @@ class ChoiceDataModule(PromptDataModule):
     Args:
         form: ``closed`` lists the options, ``open`` does not, ``both`` mixes the two evenly.
         target: ``uniform``, ``peaked`` (.6, .3, .1, 0, 0) or five probabilities.
-        style: ``plain`` text that ends in ``Answer:``, ``chat`` messages, or ``few_shot`` lines that a
-            pretrained model continues with an answer and a line break.
+        style: ``plain`` text that ends in ``Answer:``, ``chat`` messages, or ``few_shot``: the plain text after
+            two worked examples, which a pretrained model continues with an answer and a line break.
         skew: probabilities from which ``answers_per_prompt`` are drawn.
         answers_per_prompt: answers to train on in ``metadata["completions"]`` of each training problem, for
             a warm start with a known skew; 0 for none.
@@ -162,10 +167,6 @@ class ChoiceDataModule(PromptDataModule):
             options=tuple(space + option for option in topic.options),
             metadata=metadata | ({"order": list(order)} if closed else {}),
         )
-
-
-def _in_parentheses(options: Sequence[str]) -> str:
-    return f" ({', '.join(options)})" if options else ""
 
 
 def _target(target: str | Sequence[float]) -> tuple[float, ...]:

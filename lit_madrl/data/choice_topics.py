@@ -27,25 +27,14 @@ TEMPLATES = (
 )
 """The closed-set form keeps the clause in brackets, the open-set form drops it."""
 
-FEW_SHOT_INSTRUCTIONS = (
-    "Pick one option.",
-    "Choose one option.",
-    "Select one option.",
-    "Name one option.",
-    "Take one option.",
-    "Say one option.",
-    "Pick any option.",
-    "Choose any option.",
-    "Give one option.",
-    "Pick an option.",
-)
-"""First line of a few-shot prompt, one for each template."""
-
 SHOTS = (
-    ("day", ("Monday", "Friday", "Sunday"), "Friday"),
-    ("season", ("winter", "spring", "summer"), "winter"),
+    (
+        Topic("working day", "working days", ("Wednesday", "Monday", "Tuesday", "Thursday", "Friday")),
+        "Friday",
+    ),
+    (Topic("clothing size", "clothing sizes", ("small", "tiny", "large", "medium", "huge")), "medium"),
 )
-"""Worked examples of a few-shot prompt: noun, options, answer. None of the topics is among them."""
+"""Worked examples of a few-shot prompt, with their answers. None of the topics is among them."""
 
 TOPICS = (
     Topic("ocean", "oceans", ("Pacific", "Atlantic", "Indian", "Southern", "Arctic")),

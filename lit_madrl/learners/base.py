@@ -30,7 +30,7 @@ OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
 
 def adamw(parameters: Iterable[Any]) -> Optimizer:
     """The default optimizer: AdamW, learning rate 1e-6, betas (0.9, 0.99), weight decay 0.01."""
-    return torch.optim.AdamW(parameters, lr=1e-6, betas=(0.9, 0.99), weight_decay=0.01)
+    return torch.optim.AdamW(parameters, lr=1e-6, betas=(0.9, 0.99), weight_decay=0.01, fused=True)
 
 
 class PolicyLearner(L.LightningModule):
@@ -100,6 +100,7 @@ class PolicyLearner(L.LightningModule):
                 for split in ("val", "test")
             }
         )
+        self._steps_recorded = 0
         self._engine_states: list[dict[str, Any]] | None = None
 
     # building
@@ -132,17 +133,29 @@ class PolicyLearner(L.LightningModule):
         """The optimizer over the trainable parameters and its schedule."""
         parameters = [p for p in self.trained_policy.parameters() if p.requires_grad]
         optimizer = self.make_optimizer(parameters)
-        total = max(1, int(self.trainer.estimated_stepping_batches))
+        total = self.trainer.max_steps  # training prompts never end, so nothing else says how long a run is
+        if total < 1 and self.schedule.kind != "constant":
+            raise ValueError(
+                f"trainer.max_steps: expected a number >= 1, at which schedule {self.schedule.kind!r} ends, got {total}"
+            )
         scheduler = LambdaLR(optimizer, lambda step: self.schedule.factor(step, total))
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
     def on_fit_start(self) -> None:
-        """Give every rank its own sampling stream, or the one it had when the checkpoint was written."""
+        """Give every rank its own sampling stream, or the one it had when the checkpoint was written.
+
+        Raises:
+            ValueError: the trainer's precision scales gradients, which clipping and the finite check would see.
+        """
+        if str(self.trainer.precision) == "16-mixed":
+            raise ValueError(
+                "trainer.precision: expected '32-true', 'bf16-mixed' or 'bf16-true', got '16-mixed'"
+            )
         states = self._engine_states
         if states is not None and len(states) == self.trainer.world_size:
             self.engine.load_state_dict(states[self.global_rank])
         else:
-            self.engine.seed(self.seed + self.global_rank)
+            self.engine.seed(hash_seed(self.seed, self.global_rank, self.prompt_cursor))
 
     # stepping
 
@@ -189,6 +202,23 @@ class PolicyLearner(L.LightningModule):
         optimizer: Any = self.optimizers()
         return float(optimizer.param_groups[0]["lr"])
 
+    def record(self, numbers: dict[str, float], shown: Sequence[str]) -> None:
+        """Log the numbers of a training step, averaged over ranks, as ``train/…``; the ``shown`` ones on the bar.
+
+        The others go to the loggers directly: ``self.log`` takes about a millisecond for each number, which a
+        small model's step would notice.
+        """
+        ranks = self.trainer.world_size
+        values = [value / ranks for value in self.global_sum(*numbers.values())]
+        named = dict(zip((f"train/{name}" for name in numbers), values, strict=True))
+        for name in shown:
+            if f"train/{name}" in named:
+                self.log(f"train/{name}", named[f"train/{name}"], prog_bar=True, logger=False)
+        self._steps_recorded += 1
+        if self._steps_recorded % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            for logger in self.loggers:
+                logger.log_metrics(named, step=self.global_step)
+
     # evaluating
 
     def validation_step(self, batch: list[Problem], batch_idx: int) -> None:
@@ -204,7 +234,7 @@ class PolicyLearner(L.LightningModule):
             return
         # The same seed at every evaluation: curves compare weights, not draws; and training's stream is left alone.
         training_stream = self.engine.state_dict()
-        self.engine.seed(hash_seed(self.seed, self.global_rank, batch_idx))
+        self.engine.seed(hash_seed(self.seed, self.global_rank, batch_idx, 1))
         rollouts = self.collector.generate(problems, self.eval_sampling)
         self.engine.load_state_dict(training_stream)
         scores = self.collector.score(problems, rollouts, self.collector.decode(rollouts))
@@ -236,7 +266,9 @@ class PolicyLearner(L.LightningModule):
 
     def _log_evaluation(self, split: str) -> None:
         evaluation: Any = self.evaluations[split]
-        for name, value in evaluation.compute().items():
+        # A rank that ran out of prompts takes part in the collectives all the same.
+        seen = [count > 0 for count in self.global_sum(*evaluation.seen())]
+        for name, value in evaluation.compute(seen).items():
             shown = name in ("jsd", "off_support_rate")
             self.log(f"{split}/{name}", value.float(), prog_bar=shown, rank_zero_only=False)
 
@@ -248,13 +280,18 @@ class PolicyLearner(L.LightningModule):
         if self.trainer.world_size > 1:
             states = [None] * self.trainer.world_size
             dist.all_gather_object(states, self.engine.state_dict())
-        checkpoint["lit_madrl"] = {"prompt_cursor": self.prompt_cursor, "engine_states": states}
+        checkpoint["lit_madrl"] = {
+            "prompt_cursor": self.prompt_cursor,
+            "engine_states": states,
+            "steps_recorded": self._steps_recorded,
+        }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take up the data and the sampling streams where the checkpoint left them."""
         state = checkpoint["lit_madrl"]
         self.prompt_cursor = state["prompt_cursor"]
         self._engine_states = state["engine_states"]
+        self._steps_recorded = state["steps_recorded"]
 
     def on_fit_end(self) -> None:
         """Write the trained model as a transformers folder."""

@@ -48,7 +48,7 @@ class Collector:
         """The end-of-sequence token and every ``sampling.stop`` string as token ids.
 
         Raises:
-            ValueError: a stop string is not exactly one token.
+            ValueError: a stop string is not exactly one token, or there is nothing to stop at.
         """
         ids = [] if self.tokenizer.eos_token_id is None else [int(self.tokenizer.eos_token_id)]
         for text in sampling.stop:
@@ -58,6 +58,10 @@ class Collector:
                     f"sampling.stop: expected strings of one token, got {text!r} with {len(tokens)}"
                 )
             ids.append(tokens[0])
+        if not ids:
+            raise ValueError(
+                "sampling.stop: expected at least one string, as the tokenizer has no end-of-sequence token"
+            )
         return ids
 
     def encode_prompts(self, problems: Sequence[Problem]) -> list[list[int]]:

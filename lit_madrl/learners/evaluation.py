@@ -64,12 +64,23 @@ class Evaluation(nn.Module):
         if len(self.correctness):
             self.correctness.update(scores.correct)
 
-    def compute(self) -> dict[str, Tensor]:
-        """All numbers by name; reset for the next evaluation."""
+    def seen(self) -> list[bool]:
+        """Whether this rank has anything to measure of each kind: sampled, exact, correctness."""
+        return [
+            any(metric.update_called for metric in metrics.values(copy_state=False))
+            for metrics in (self.sampled, self.exact, self.correctness)
+        ]
+
+    def compute(self, seen: Sequence[bool] | None = None) -> dict[str, Tensor]:
+        """All numbers by name; reset for the next evaluation. A collective operation, as of every metric.
+
+        Args:
+            seen: which kinds any rank has :meth:`seen`, the same on all ranks; default this rank's own.
+        """
         values: dict[str, Tensor] = {}
         parts = (("", self.sampled), ("exact/", self.exact), ("", self.correctness))
-        for prefix, metrics in parts:
-            if not len(metrics) or not any(m.update_called for m in metrics.values(copy_state=False)):
+        for (prefix, metrics), measured in zip(parts, self.seen() if seen is None else seen, strict=True):
+            if not measured:
                 continue
             for name, value in metrics.compute().items():
                 if name == "share":

@@ -67,6 +67,7 @@ class Objective:
             ("clip_high", self.clip_high >= 0, "a number >= 0"),
             ("beta", self.beta >= 0, "a number >= 0"),
             ("inner_epochs", self.inner_epochs >= 1, "an integer >= 1"),
+            ("dead_groups", self.dead_groups in ("count", "exclude"), "'count' or 'exclude'"),
             ("max_length", self.max_length is None or self.max_length >= 1, "an integer >= 1"),
         ):
             if not valid:
@@ -145,7 +146,11 @@ class GRPOLearner(PolicyLearner):
     def training_step(self, batch: list[Problem], batch_idx: int) -> None:
         """Collect a batch of rollouts and make ``inner_epochs`` optimizer steps on it."""
         begun = time.perf_counter()
-        experience = self.collect(batch)
+        try:
+            experience = self.collect(batch)
+        except (ValueError, RuntimeError) as error:
+            error.add_note(f"while rollouts were collected for optimizer step {self.global_step}")
+            raise
         collected = time.perf_counter()
         rate = self.learning_rate()
         numbers = self.learn(experience)
@@ -159,9 +164,7 @@ class GRPOLearner(PolicyLearner):
             "seconds/update": time.perf_counter() - collected,
         }
         numbers |= self.describe(experience)
-        for name, value in numbers.items():
-            shown = name in ("jsd", "off_support_rate", "reward")
-            self.log(f"train/{name}", value, prog_bar=shown, sync_dist=True)
+        self.record(numbers, shown=("reward", "jsd", "off_support_rate"))
 
     def collect(self, problems: list[Problem]) -> Experience:
         """Sample, score and reward a group of completions of each problem."""
@@ -191,7 +194,11 @@ class GRPOLearner(PolicyLearner):
         batches = self._micro_batches(experience)
         reference = [self._reference_logprobs(batch) for batch in batches]
         old: list[Tensor | None] = [None] * len(batches)
+        # Numerators and denominators: their ratios depend neither on micro-batches nor on ranks.
         sums: dict[str, Tensor] = {}
+
+        def add(name: str, value: Tensor) -> None:
+            sums[name] = sums[name] + value if name in sums else value
 
         def loss(index: int, batch: MicroBatch) -> Tensor:
             logprobs = self.trained_policy(batch.packed, self.sampling.temperature)
@@ -202,20 +209,26 @@ class GRPOLearner(PolicyLearner):
             before = before.where(batch.on_policy, logprobs.detach())
             clip = (objective.clip_low, objective.clip_high)
             token_loss = clipped_surrogate(logprobs, before, batch.advantages, *clip)
-            numbers = {"clip_fraction": clip_fraction(logprobs, before, batch.advantages, *clip)}
+            tokens = token_loss.numel()
+            add("clipped", clip_fraction(logprobs, before, batch.advantages, *clip) * tokens)
+            add("tokens", batch.weights.new_tensor(tokens))
             ref = reference[index]
             if ref is not None:
                 kl = kl_estimate(logprobs, ref, objective.kl)
-                numbers["kl"] = (batch.weights * kl.detach()).sum() / batch.weights.sum()
+                add("kl", (batch.weights * kl.detach()).sum())
+                add("weight", batch.weights.sum())
                 token_loss = token_loss + objective.beta * kl
-            for name, value in numbers.items():
-                sums[name] = sums.get(name, torch.zeros_like(value)) + value / len(batches)
             return (batch.weights * token_loss).sum()
 
         for _ in range(objective.inner_epochs):
             sums.clear()
             total, norm = self.optimizer_step_over(batches, loss)
-        return {"loss": total, "grad_norm": norm, **{name: float(value) for name, value in sums.items()}}
+        total, *values = self.global_sum(total, *map(float, sums.values()))
+        summed = dict(zip(sums, values, strict=True))
+        numbers = {"loss": total, "grad_norm": norm, "clip_fraction": summed["clipped"] / summed["tokens"]}
+        if "kl" in summed:
+            numbers["kl"] = summed["kl"] / summed["weight"] if summed["weight"] else 0.0
+        return numbers
 
     def _micro_batches(self, experience: Experience) -> list[MicroBatch]:
         objective = self.objective
@@ -242,7 +255,7 @@ class GRPOLearner(PolicyLearner):
             ]
         )
         if not rows:  # nothing to learn here: one row of weight 0 keeps the optimizer and the ranks in step
-            rows = [Row(0, tuple(rollouts.completions()[0][0]), count=0)]
+            rows = [Row(0, tuple(rollouts.completions()[0][0]), copies=0)]
         return micro_batches(
             rollouts.prompt_ids,
             rows,
@@ -275,19 +288,18 @@ class GRPOLearner(PolicyLearner):
         if self.verifier is not None:
             numbers["correct"] = float(experience.scores.correct.mean())
         if targets.shape[-1]:
-            counts = torch.stack([(category == k).sum() for k in range(targets.shape[-1])]).float()
-            shares = counts / counts.sum().clamp(min=1)
-            numbers["jsd"] = float(jensen_shannon(targets.mean(0), shares)) if counts.sum() else float("nan")
+            counts = [float((category == k).sum()) for k in range(targets.shape[-1])]
+            # Pooled over ranks before the divergence: the mean of the ranks' divergences would be larger.
+            pooled = torch.tensor(self.global_sum(*counts, *targets.sum(0).tolist())).view(2, -1)
+            shares, target = pooled / pooled.sum(-1, keepdim=True).clamp(min=1)
+            numbers["jsd"] = float(jensen_shannon(target, shares)) if shares.any() else float("nan")
             numbers["off_support_rate"] = float((category < 0).float().mean())
             numbers |= {f"share/{name}": float(s) for name, s in zip(self.categories, shares, strict=False)}
         return numbers
 
 
-def _fingerprint(policies: Sequence[Policy]) -> list[float]:
-    """Two sums over all weights, which tell one model from another; empty without a model."""
-    weights = [p.detach().double() for policy in policies for p in policy.parameters()]
-    return (
-        [float(sum(w.sum() for w in weights)), float(sum(w.square().sum() for w in weights))]
-        if weights
-        else []
-    )
+def _fingerprint(policies: Sequence[Policy]) -> list[int]:
+    """For each weight the sum of its bits as integers: exact, so equal on every device; empty without a model."""
+    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    weights = [p.detach().contiguous() for policy in policies for p in policy.parameters()]
+    return [int(w.view(kinds[w.element_size()]).sum(dtype=torch.int64)) for w in weights]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,32 +13,31 @@ from lit_madrl.functional import Reduction, token_weights
 from lit_madrl.policy.packing import PackedBatch, pack
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A distinct completion of one prompt.
 
     Attributes:
         prompt: index of its prompt in the batch.
         ids: its tokens, the stop token included.
         advantage: of each of its copies.
-        count: how many copies it stands for.
+        copies: how many identical completions it stands for.
         on_policy: false for a row an augmenter inserted.
     """
 
     prompt: int
     ids: tuple[int, ...]
     advantage: float = 0.0
-    count: int = 1
+    copies: int = 1
     on_policy: bool = True
 
 
 def merge_rows(rows: Sequence[Row]) -> list[Row]:
-    """Rows that are the same but for their count, as one: they have the same loss, so this is exact."""
+    """Rows that are the same but for their copies, as one: they have the same loss, so this is exact."""
     merged: dict[Row, int] = {}
     for row in rows:
-        key = replace(row, count=1)
-        merged[key] = merged.get(key, 0) + row.count
-    return [replace(row, count=count) for row, count in merged.items()]
+        key = row if row.copies == 1 else row._replace(copies=1)
+        merged[key] = merged.get(key, 0) + row.copies
+    return [row._replace(copies=copies) for row, copies in merged.items()]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def micro_batches(
         packed = pack([prompts[prompt] for prompt in used], groups)
         weights = token_weights(
             packed.lengths,
-            torch.tensor([float(row.count) for row in part]),
+            torch.tensor([float(row.copies) for row in part]),
             reduction,
             num_sequences=denominators.sequences,
             num_tokens=denominators.tokens,

@@ -22,6 +22,8 @@ class Schedule:
     final: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.kind not in ("constant", "linear", "cosine"):
+            raise ValueError(f"schedule.kind: expected 'constant', 'linear' or 'cosine', got {self.kind!r}")
         if self.warmup_steps < 0:
             raise ValueError(f"schedule.warmup_steps: expected an integer >= 0, got {self.warmup_steps}")
         if not 0 <= self.final <= 1:

@@ -23,8 +23,8 @@ class SFTLearner(PolicyLearner):
             ValueError: a problem has nothing to learn from.
         """
         rows = merge_rows([row for index, problem in enumerate(batch) for row in self._rows(index, problem)])
-        tokens = sum(len(row.ids) * row.count for row in rows)
-        sequences = sum(row.count for row in rows)
+        tokens = sum(len(row.ids) * row.copies for row in rows)
+        sequences = sum(row.copies for row in rows)
         sequences_all, tokens_all, prompts_all = self.global_sum(sequences, tokens, len(batch))
         batches = micro_batches(
             self.collector.encode_prompts(batch),
@@ -43,8 +43,8 @@ class SFTLearner(PolicyLearner):
         total, norm = self.optimizer_step_over(batches, loss)
         self.prompt_cursor += int(prompts_all)
         (total,) = self.global_sum(total)
-        self.log("train/loss", total, prog_bar=True)
-        self.log_dict({"train/grad_norm": norm, "train/lr": rate, "train/prompts": float(self.prompt_cursor)})
+        numbers = {"loss": total, "grad_norm": norm, "lr": rate, "prompts": float(self.prompt_cursor)}
+        self.record(numbers, shown=("loss",))
 
     def _rows(self, index: int, problem: Problem) -> list[Row]:
         texts = problem.metadata.get("completions") or ([problem.reference] if problem.reference else [])

@@ -128,7 +128,7 @@ def dense_groups(layout: Sequence[tuple[int, Sequence[int]]]) -> DenseGroups:
     same = segment[:, :, None] == segment[:, None, :]
     to_prompt = (segment == 0)[:, None, :]
     # Padded queries see the prompt's first token: a row without any key would be NaN.
-    mask = (same & valid[:, None, :] | to_prompt) & (column[:, None] >= column)
+    mask = (same | to_prompt) & (column[:, None] >= column)
     index = (starts[:, None] + column).where(valid, starts[:, None])
     inverse = torch.arange(len(layout) * width).view(len(layout), width)[valid]
     return DenseGroups(index, mask[:, None], inverse)

@@ -114,12 +114,7 @@ def export(policy: Policy, tokenizer: PreTrainedTokenizerBase, folder: str | Pat
     model = cast(PreTrainedModel, policy.model)
     if adapter_layers(model):
         model = _merged(model)
-    attention = model.config._attn_implementation
-    model.config._attn_implementation = "sdpa"  # the saved config must not name an attention of ours
-    try:
-        model.save_pretrained(folder)
-    finally:
-        model.config._attn_implementation = attention
+    model.save_pretrained(folder)  # without the name of an attention: transformers never saves it
     tokenizer.save_pretrained(folder)
 
 

@@ -41,7 +41,9 @@ def test_value_and_gradient(chunk_tokens: int | None, temperature: float, biased
 
     def selected(*inputs: Tensor) -> Tensor:
         hidden, weight, *rest = inputs
-        return selected_logprobs(hidden, weight, ids, *rest, temperature=temperature, chunk_tokens=chunk_tokens)
+        return selected_logprobs(
+            hidden, weight, ids, *rest, temperature=temperature, chunk_tokens=chunk_tokens
+        )
 
     expected = plain(hidden, weight, ids, bias if biased else None, temperature)
     assert selected(*inputs).dtype == torch.float64

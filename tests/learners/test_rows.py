@@ -1,0 +1,139 @@
+"""Merging and splitting rows changes no gradient."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lit_madrl.learners.rows import Denominators, MicroBatch, Row, merge_rows, micro_batches
+from lit_madrl.policy import Policy
+from tests.helpers.tiny_models import gradients, tiny_model
+
+PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10]]
+ROWS = [
+    Row(0, (5, 6, 1), 1.0),
+    Row(0, (5, 6, 1), 1.0),
+    Row(2, (5, 6, 1), 1.0),
+    Row(0, (7, 1), -0.5),
+    Row(1, (1,), 0.25),
+    Row(0, (5, 6, 1), 1.0),
+    Row(1, (1,), 0.25),
+    Row(0, (5, 6, 1), 1.0, on_policy=False),
+    Row(0, (5, 6, 1), 0.75),
+    Row(2, (9, 9, 9, 9, 1), -2.0, copies=3),
+]
+DENOMINATORS = Denominators(sequences=12, tokens=38, max_length=6)
+
+rows = st.lists(
+    st.builds(
+        Row,
+        prompt=st.integers(0, 2),
+        ids=st.lists(st.integers(2, 4), min_size=1, max_size=3).map(tuple),
+        advantage=st.sampled_from([-1.0, 0.5]),
+        copies=st.integers(1, 2),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(rows=rows)
+@settings(max_examples=100, deadline=None)
+def test_merging_keeps_every_copy(rows: list[Row]) -> None:
+    def copies(rows: list[Row]) -> Counter[Any]:
+        counts: Counter[Any] = Counter()
+        for row in rows:
+            counts[row.prompt, row.ids, row.advantage, row.on_policy] += row.copies
+        return counts
+
+    before = list(rows)
+    merged = merge_rows(rows)
+    assert rows == before
+    assert copies(merged) == copies(rows)
+    assert len(merged) == len(copies(rows))
+
+
+@given(rows=rows, budget=st.none() | st.integers(1, 30))
+@settings(max_examples=100, deadline=None)
+def test_micro_batches_hold_every_row_once_within_the_budget(rows: list[Row], budget: int | None) -> None:
+    batches = micro_batches(PROMPTS, rows, "dapo", Denominators(1, 1, 1), budget, "cpu")
+    found: Counter[Any] = Counter()
+    for batch in batches:
+        packed, start = batch.packed, 0
+        prompts = [p.tolist() for p in packed_prompts(batch)]
+        for row, length in enumerate(packed.lengths.tolist()):
+            own = slice(start, start + length)
+            assert len(set(batch.weights[own].tolist())) == len(set(batch.advantages[own].tolist())) == 1
+            count, advantage = float(batch.weights[start]), float(batch.advantages[start])
+            prompt = PROMPTS.index(prompts[int(packed.prompts[row])])
+            found[prompt, tuple(packed.targets[own].tolist()), advantage, count] += 1
+            start += length
+        cost = int(packed.lengths.sum() + packed.prompt_lengths.sum())
+        assert budget is None or cost <= budget or packed.num_rows == 1
+    assert found == Counter((row.prompt, row.ids, row.advantage, float(row.copies)) for row in rows)
+    assert budget is not None or len(batches) == 1
+
+
+def packed_prompts(batch: MicroBatch) -> list[Tensor]:
+    """The prompts, cut out of the packed tokens."""
+    packed, prompts, start = batch.packed, [], 0
+    for prompt, length in enumerate(packed.prompt_lengths.tolist()):
+        prompts.append(packed.input_ids[0, start : start + length])
+        start += length + int((packed.lengths - 1)[packed.prompts == prompt].sum())
+    return prompts
+
+
+def loss_and_gradients(
+    rows: list[Row], reduction: Any, budget: int | None
+) -> tuple[float, dict[str, Tensor]]:
+    policy = Policy(tiny_model("qwen3"))
+    total = torch.zeros(())
+    for batch in micro_batches(PROMPTS, rows, reduction, DENOMINATORS, budget, "cpu"):
+        loss = -(batch.weights * batch.advantages * policy(batch.packed)).sum()
+        loss.backward()
+        total += loss.detach()
+    return float(total), gradients(policy.model)
+
+
+@pytest.mark.parametrize("reduction", ["grpo", "dr_grpo", "dapo"])
+@pytest.mark.parametrize(("merged", "budget"), [(True, None), (True, 12), (False, 1), (True, 1)])
+def test_merged_and_split_rows_have_the_same_loss_and_gradient(
+    reduction: Any, merged: bool, budget: int | None
+) -> None:
+    expected, expected_gradients = loss_and_gradients(ROWS, reduction, None)
+    loss, got = loss_and_gradients(merge_rows(ROWS) if merged else ROWS, reduction, budget)
+    assert loss == pytest.approx(expected, abs=1e-6)
+    for name, gradient in expected_gradients.items():
+        torch.testing.assert_close(got[name], gradient, rtol=0, atol=1e-5)
+
+
+def test_weights_by_hand() -> None:
+    given = [Row(0, (5, 6, 1), copies=2), Row(1, (1,))]
+    for reduction, expected in (
+        ("grpo", [2 / 36] * 3 + [1 / 12]),
+        ("dr_grpo", [2 / 72] * 3 + [1 / 72]),
+        ("dapo", [2 / 38] * 3 + [1 / 38]),
+    ):
+        (batch,) = micro_batches(PROMPTS, given, reduction, DENOMINATORS, None, "cpu")  # type: ignore[arg-type]
+        assert batch.weights.tolist() == pytest.approx(expected)
+        assert batch.on_policy.all()
+
+
+def test_inserted_rows_are_marked_and_stay_apart() -> None:
+    merged = merge_rows(ROWS)
+    (batch,) = micro_batches(PROMPTS, merged, "dapo", DENOMINATORS, None, "cpu")
+    assert len(merged) == 7
+    assert int((~batch.on_policy).sum()) == 3
+
+
+def test_a_row_without_copies_has_no_gradient() -> None:
+    loss, got = loss_and_gradients([Row(0, (5, 6, 1), advantage=1.0, copies=0)], "grpo", None)
+    assert loss == 0
+    assert got.keys()
+    assert not any(gradient.any() for gradient in got.values())
