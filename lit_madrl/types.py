@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -80,6 +81,19 @@ class Sampling:
         return self.top_k > 0 or self.top_p < 1 or self.temperature == 0 or self.min_new_tokens > 0
 
 
+class Source(IntEnum):
+    """Where a row of a group comes from."""
+
+    SAMPLED = 0
+    """The policy's own rollout of the prompt."""
+    UNGUIDED = 1
+    """Another rollout of the prompt, inserted because it is right."""
+    GUIDED = 2
+    """A continuation of a part of the reference."""
+    REFERENCE = 3
+    """The reference itself."""
+
+
 @dataclass(frozen=True)
 class Rollouts:
     """Sampled completions of P prompts, G each, right-padded to T tokens. Never mutated.
@@ -96,6 +110,7 @@ class Rollouts:
             prefixes.
         finished: ``[P, G]`` bool, false where the length limit cut the completion.
         prefix_lengths: ``[P, G]`` long, tokens at the start of a completion that were given, not sampled.
+        source: ``[P, G]`` long, a :class:`Source` for each row; None when all are ``SAMPLED``.
     """
 
     prompt_ids: list[list[int]]
@@ -104,6 +119,7 @@ class Rollouts:
     sampler_logprobs: Tensor
     finished: Tensor
     prefix_lengths: Tensor
+    source: Tensor | None = None
 
     @property
     def lengths(self) -> Tensor:

@@ -9,7 +9,7 @@ import lightning as L
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lit_madrl.learners.grpo import Experience, GRPOLearner
+from lit_madrl.learners import Experience, GRPOLearner
 
 
 class CompletionTable(L.Callback):

@@ -1,7 +1,9 @@
 """LightningModules: the supervised warm start and the GRPO learner."""
 
 from lit_madrl.learners.base import PolicyLearner
-from lit_madrl.learners.grpo import Experience, GRPOLearner, Objective
+from lit_madrl.learners.experience import Experience
+from lit_madrl.learners.grpo import GRPOLearner
+from lit_madrl.learners.objective import Objective
 from lit_madrl.learners.schedule import Schedule
 from lit_madrl.learners.sft import SFTLearner
 

@@ -6,85 +6,27 @@ import copy
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lit_madrl.functional import (
-    Reduction,
-    Scale,
     clip_fraction,
     clipped_surrogate,
     dead_groups,
     group_advantages,
-    jensen_shannon,
     kl_estimate,
 )
-from lit_madrl.functional.kl import KLKind
 from lit_madrl.learners.base import PolicyLearner
 from lit_madrl.learners.collector import stack_targets
-from lit_madrl.learners.rows import Denominators, MicroBatch, Row, merge_rows, micro_batches
+from lit_madrl.learners.experience import Experience
+from lit_madrl.learners.objective import Objective
+from lit_madrl.learners.rows import Denominators, MicroBatch, Row, micro_batches
 from lit_madrl.policy.build import adapters_disabled
 from lit_madrl.policy.policy import Policy
 from lit_madrl.rewards.base import RewardShaper
-from lit_madrl.types import Problem, Rollouts, Scores
-
-
-@dataclass(frozen=True)
-class Objective:
-    """The GRPO objective (MaD-RL section 2.5).
-
-    Args:
-        advantage_scale: divide centred rewards by the group's ``sample`` or ``population`` std, or not (``none``).
-            Scaling hides the divergence's shape and blows up noise near a match; not scaling leaves more to beta.
-        reduction: ``dapo`` mean over all tokens, ``grpo`` mean over sequences of token means, ``dr_grpo`` sum over
-            tokens divided by ``max_length`` and the number of sequences.
-        max_length: the divisor of ``dr_grpo``; default ``sampling.max_new_tokens``.
-        clip_low: the ratio is clipped below at 1 - clip_low.
-        clip_high: the ratio is clipped above at 1 + clip_high.
-        beta: coefficient of the KL term to the frozen start; 0 drops the reference model altogether.
-        kl: its estimator, see :func:`lit_madrl.functional.kl_estimate`.
-        inner_epochs: optimizer steps on each batch of rollouts.
-        dead_groups: all-equal groups ``count`` in the denominators as any other, or are left out (``exclude``).
-            They have no advantage, so without a KL term they are never computed.
-    """
-
-    advantage_scale: Scale = "sample"
-    reduction: Reduction = "dapo"
-    max_length: int | None = None
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    beta: float = 0.04
-    kl: KLKind = "k3"
-    inner_epochs: int = 1
-    dead_groups: Literal["count", "exclude"] = "count"
-
-    def __post_init__(self) -> None:
-        for name, valid, expected in (
-            ("clip_low", 0 <= self.clip_low <= 1, "a number in [0, 1]"),
-            ("clip_high", self.clip_high >= 0, "a number >= 0"),
-            ("beta", self.beta >= 0, "a number >= 0"),
-            ("inner_epochs", self.inner_epochs >= 1, "an integer >= 1"),
-            ("dead_groups", self.dead_groups in ("count", "exclude"), "'count' or 'exclude'"),
-            ("max_length", self.max_length is None or self.max_length >= 1, "an integer >= 1"),
-        ):
-            if not valid:
-                raise ValueError(f"objective.{name}: expected {expected}, got {getattr(self, name)!r}")
-
-
-@dataclass(frozen=True)
-class Experience:
-    """One batch of rollouts with all that was made of it; callbacks read it as ``learner.experience``."""
-
-    problems: list[Problem]
-    rollouts: Rollouts
-    texts: list[list[str]]
-    scores: Scores
-    targets: Tensor
-    rewards: Tensor
-    advantages: Tensor
+from lit_madrl.types import Problem
 
 
 class GRPOLearner(PolicyLearner):
@@ -163,7 +105,7 @@ class GRPOLearner(PolicyLearner):
             "seconds/rollout": collected - begun,
             "seconds/update": time.perf_counter() - collected,
         }
-        numbers |= self.describe(experience)
+        numbers |= experience.describe(self.categories, self.verifier is not None, self.global_sum)
         self.record(numbers, shown=("reward", "jsd", "off_support_rate"))
 
     def collect(self, problems: list[Problem]) -> Experience:
@@ -231,38 +173,20 @@ class GRPOLearner(PolicyLearner):
         return numbers
 
     def _micro_batches(self, experience: Experience) -> list[MicroBatch]:
-        objective = self.objective
-        rollouts, rewards = experience.rollouts, experience.rewards
-        dead = dead_groups(rewards)
-        counted = ~dead if objective.dead_groups == "exclude" else torch.ones_like(dead)
+        objective, rollouts = self.objective, experience.rollouts
+        counted = experience.counted(objective.dead_groups)
         lengths = rollouts.lengths[counted]
         sequences, tokens = self.global_sum(lengths.numel(), int(lengths.sum()))
-        needed = counted if objective.beta > 0 else ~dead & counted
-        rows = merge_rows(
-            [
-                Row(prompt, tuple(ids), advantage, on_policy=on_policy)
-                for prompt, (group, advantages, flags, used) in enumerate(
-                    zip(
-                        rollouts.completions(),
-                        experience.advantages.tolist(),
-                        experience.scores.on_policy.tolist(),
-                        needed.tolist(),
-                        strict=True,
-                    )
-                )
-                if used
-                for ids, advantage, on_policy in zip(group, advantages, flags, strict=True)
-            ]
-        )
+        # Without a KL term a dead group has no gradient: it counts, but is not computed.
+        rows = experience.rows(counted if objective.beta > 0 else counted & ~dead_groups(experience.rewards))
         if not rows:  # nothing to learn here: one row of weight 0 keeps the optimizer and the ranks in step
             rows = [Row(0, tuple(rollouts.completions()[0][0]), copies=0)]
+        longest = objective.max_length or self.sampling.max_new_tokens
         return micro_batches(
             rollouts.prompt_ids,
             rows,
             objective.reduction,
-            Denominators(
-                max(sequences, 1), max(tokens, 1), objective.max_length or self.sampling.max_new_tokens
-            ),
+            Denominators(max(sequences, 1), max(tokens, 1), longest),
             self.micro_batch_tokens,
             self.device,
         )
@@ -275,27 +199,6 @@ class GRPOLearner(PolicyLearner):
             return self._reference[0](batch.packed, self.sampling.temperature)  # type: ignore[no-any-return]
         with adapters_disabled(self.trained_policy) as reference:
             return reference(batch.packed, self.sampling.temperature)  # type: ignore[no-any-return]
-
-    def describe(self, experience: Experience) -> dict[str, float]:
-        """Numbers of a batch of rollouts: rewards, lengths, dead groups and distribution."""
-        category, targets = experience.scores.category, experience.targets
-        numbers = {
-            "reward": float(experience.rewards.mean()),
-            "length": float(experience.rollouts.lengths.float().mean()),
-            "truncated_rate": 1 - float(experience.rollouts.finished.float().mean()),
-            "dead_groups": float(dead_groups(experience.rewards).float().mean()),
-        }
-        if self.verifier is not None:
-            numbers["correct"] = float(experience.scores.correct.mean())
-        if targets.shape[-1]:
-            counts = [float((category == k).sum()) for k in range(targets.shape[-1])]
-            # Pooled over ranks before the divergence: the mean of the ranks' divergences would be larger.
-            pooled = torch.tensor(self.global_sum(*counts, *targets.sum(0).tolist())).view(2, -1)
-            shares, target = pooled / pooled.sum(-1, keepdim=True).clamp(min=1)
-            numbers["jsd"] = float(jensen_shannon(target, shares)) if shares.any() else float("nan")
-            numbers["off_support_rate"] = float((category < 0).float().mean())
-            numbers |= {f"share/{name}": float(s) for name, s in zip(self.categories, shares, strict=False)}
-        return numbers
 
 
 def _fingerprint(policies: Sequence[Policy]) -> list[int]:
