@@ -16,13 +16,13 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 # Imported for their names: a YAML file says `class_path: ForwardKL` for any class in them.
-from lit_madrl import callbacks, data, learners, policy, rewards, rollouts, tasks, types
+from lit_madrl import augmenters, callbacks, data, learners, policy, rewards, rollouts, tasks, types
 from lit_madrl.callbacks import CompletionTable
 from lit_madrl.cli_errors import check_subcommand, one_line_errors
 from lit_madrl.data import PromptDataModule
 from lit_madrl.learners import PolicyLearner
 
-_COMPONENTS = (learners, policy, rewards, rollouts, tasks, data, callbacks, types)
+_COMPONENTS = (augmenters, learners, policy, rewards, rollouts, tasks, data, callbacks, types)
 
 
 class MadrlCLI(LightningCLI):

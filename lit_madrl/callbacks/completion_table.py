@@ -10,13 +10,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lit_madrl.learners import Experience, GRPOLearner
+from lit_madrl.types import Source
 
 
 class CompletionTable(L.Callback):
     """Writes ``completions/step_N.parquet``: one row a rollout, for every ``every_n_steps``-th batch of rollouts.
 
     Columns: step, problem, prompt, completion, category (null off-support), correct, reward, advantage, length,
-    finished, on_policy.
+    finished, on_policy, source, prefix_length (tokens that were given).
 
     Args:
         every_n_steps: optimizer steps between two tables.
@@ -57,6 +58,7 @@ def completion_table(
 ) -> pa.Table:
     """One row a rollout of the first ``max_prompts`` prompts."""
     scores, lengths = experience.scores, experience.rollouts.lengths
+    source = experience.rollouts.source
     columns: dict[str, list[Any]] = {}
     for p, problem in enumerate(experience.problems[:max_prompts]):
         for g, text in enumerate(experience.texts[p]):
@@ -75,6 +77,8 @@ def completion_table(
                 "length": int(lengths[p, g]),
                 "finished": bool(experience.rollouts.finished[p, g]),
                 "on_policy": bool(scores.on_policy[p, g]),
+                "source": Source(0 if source is None else int(source[p, g])).name.lower(),
+                "prefix_length": int(experience.rollouts.prefix_lengths[p, g]),
             }
             for name, value in row.items():
                 columns.setdefault(name, []).append(value)

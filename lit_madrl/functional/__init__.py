@@ -30,6 +30,7 @@ from lit_madrl.functional.policy_loss import (
     token_weights,
     weighted_token_sum,
 )
+from lit_madrl.functional.surprisal import prefix_length, reference_surprisal
 
 __all__ = [
     "KLKind",
@@ -55,6 +56,8 @@ __all__ = [
     "leave_one_out_frequencies",
     "linearized_exp",
     "pass_at_k",
+    "prefix_length",
+    "reference_surprisal",
     "reverse_kl",
     "reverse_kl_reward",
     "smooth_target",

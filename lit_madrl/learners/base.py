@@ -120,6 +120,9 @@ class PolicyLearner(L.LightningModule):
             self.categorizer,
             self.verifier,
             self.score_truncated,
+            self.sampling,
+            hash_seed(self.seed, self.global_rank, self.prompt_cursor, 2),
+            self.global_sum,
         )
 
     @property
@@ -237,7 +240,7 @@ class PolicyLearner(L.LightningModule):
         self.engine.seed(hash_seed(self.seed, self.global_rank, batch_idx, 1))
         rollouts = self.collector.generate(problems, self.eval_sampling)
         self.engine.load_state_dict(training_stream)
-        scores = self.collector.score(problems, rollouts, self.collector.decode(rollouts))
+        scores = self.collector.judge(problems, rollouts)
         evaluation: Any = self.evaluations[split]
         evaluation.update(scores, stack_targets(problems, self.device), self.option_probabilities(problems))
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lit_madrl.augmenters.base import Reference
 from lit_madrl.policy.packing import pack
 from lit_madrl.policy.policy import Policy
 from lit_madrl.rollouts.base import RolloutEngine
@@ -26,6 +27,9 @@ class Collector:
         verifier: judges correctness; without one every completion has correctness 0.
         score_truncated: judge completions that the length limit cut. By default those are off-support and
             incorrect: the text so far may only begin like an answer.
+        sampling: how training draws completions; an augmenter continues in the same way.
+        seed: of :meth:`generator`; the learner gives another one on every rank and at every step.
+        global_sum: sums over ranks.
     """
 
     def __init__(
@@ -36,6 +40,9 @@ class Collector:
         categorizer: Categorizer | None = None,
         verifier: Verifier | None = None,
         score_truncated: bool = False,
+        sampling: Sampling = Sampling(),
+        seed: int = 0,
+        global_sum: Callable[..., list[float]] = lambda *values: list(values),
     ) -> None:
         self.policy = policy
         self.tokenizer = tokenizer
@@ -43,6 +50,13 @@ class Collector:
         self.categorizer = categorizer
         self.verifier = verifier
         self.score_truncated = score_truncated
+        self.sampling = sampling
+        self.seed = seed
+        self.global_sum = global_sum
+
+    def generator(self) -> torch.Generator:
+        """Random numbers of this rank and step: a pure function of them, so that a resumed run draws the same."""
+        return torch.Generator().manual_seed(self.seed)
 
     def stop_ids(self, sampling: Sampling) -> list[int]:
         """The end-of-sequence token and every ``sampling.stop`` string as token ids.
@@ -81,10 +95,29 @@ class Collector:
         """Tokens of a completion text with its stop token."""
         return [*self.tokenizer.encode(text, add_special_tokens=False), stop_id]
 
-    def generate(self, problems: Sequence[Problem], sampling: Sampling) -> Rollouts:
-        """Sample a group of completions of each problem with the current weights."""
+    def encode_reference(self, problem: Problem) -> Reference | None:
+        """The problem's reference with the characters of each token; None when it has none."""
+        if not problem.reference:
+            return None
+        encoded = self.tokenizer(problem.reference, add_special_tokens=False, return_offsets_mapping=True)
+        stop = self.stop_ids(self.sampling)[-1]
+        return Reference(problem.reference, [*encoded["input_ids"], stop], list(encoded["offset_mapping"]))
+
+    def generate(
+        self,
+        problems: Sequence[Problem],
+        sampling: Sampling,
+        prefixes: Sequence[Sequence[Sequence[int]]] | None = None,
+    ) -> Rollouts:
+        """Sample a group of completions of each problem with the current weights; they begin with ``prefixes``."""
         self.engine.sync_weights(self.policy.model)
-        return self.engine.generate(self.encode_prompts(problems), sampling, self.stop_ids(sampling))
+        return self.engine.generate(
+            self.encode_prompts(problems), sampling, self.stop_ids(sampling), prefixes=prefixes
+        )
+
+    def judge(self, problems: Sequence[Problem], rollouts: Rollouts) -> Scores:
+        """Decode and score completions."""
+        return self.score(problems, rollouts, self.decode(rollouts))
 
     def decode(self, rollouts: Rollouts) -> list[list[str]]:
         """Texts of the completions, without stop token and special tokens; equal completions decode once."""

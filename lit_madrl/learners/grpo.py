@@ -6,11 +6,12 @@ import copy
 import time
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from lit_madrl.augmenters.base import RolloutAugmenter
 from lit_madrl.functional import (
     clip_fraction,
     clipped_surrogate,
@@ -35,15 +36,23 @@ class GRPOLearner(PolicyLearner):
     Args:
         rewards: turns the scores of a group into rewards.
         objective: the loss.
+        augmenters: change the rollouts before they are rewarded, in this order.
         kwargs: see :class:`PolicyLearner`.
     """
 
-    def __init__(self, rewards: RewardShaper, objective: Objective = Objective(), **kwargs: Any) -> None:
+    def __init__(
+        self,
+        rewards: RewardShaper,
+        objective: Objective = Objective(),
+        augmenters: list[RolloutAugmenter] | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
         if self.sampling.temperature == 0:
             raise ValueError("sampling.temperature: expected a number > 0 for training, got 0")
         self.rewards = rewards
         self.objective = objective
+        self.augmenters = torch.nn.ModuleList(augmenters or [])
         self.experience: Experience | None = None
         # In a list, so that it is neither trained nor saved with the module.
         self._reference: list[Policy] = []
@@ -106,6 +115,8 @@ class GRPOLearner(PolicyLearner):
             "seconds/update": time.perf_counter() - collected,
         }
         numbers |= experience.describe(self.categories, self.verifier is not None, self.global_sum)
+        for augmenter in self.augmenters:
+            numbers |= cast(RolloutAugmenter, augmenter).numbers()
         self.record(numbers, shown=("reward", "jsd", "off_support_rate"))
 
     def collect(self, problems: list[Problem]) -> Experience:
@@ -117,6 +128,9 @@ class GRPOLearner(PolicyLearner):
         rollouts = collector.generate(problems, self.sampling)
         texts = collector.decode(rollouts)
         scores = collector.score(problems, rollouts, texts)
+        for augmenter in self.augmenters:
+            rollouts, scores = augmenter(problems, rollouts, scores, collector)
+            texts = collector.decode(rollouts)
         rewards = self.rewards(scores, targets)
         advantages = group_advantages(rewards, self.objective.advantage_scale)
         return Experience(problems, rollouts, texts, scores, targets, rewards, advantages)
