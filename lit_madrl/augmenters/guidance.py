@@ -79,7 +79,9 @@ class AdaptiveReferenceGuidance(RolloutAugmenter):
         failed = (scores.correct.amax(-1) == 0).nonzero().squeeze(1).tolist()
         tasks = self._tasks(failed, problems, collector) if failed else []
         generator = collector.generator()
-        levels = self.selector.sample(len(tasks) * self.continuations, generator).view(len(tasks), -1)
+        levels = self.selector.sample(len(tasks) * self.continuations, generator).view(
+            len(tasks), self.continuations
+        )
         candidates = self._continue(tasks, levels, problems, collector)
         insertions = [
             insertion

@@ -77,7 +77,8 @@ class Experience:
             "dead_groups": float(dead_groups(self.rewards).float().mean()),
         }
         if verified:
-            numbers["correct"] = float(self.scores.correct.mean())
+            # Inserted rows stand where rollouts failed: without them this is what the policy itself achieved.
+            numbers["correct"] = float((self.scores.correct * sampled).mean())
         if self.targets.shape[-1]:
             counts = [float(((category == k) & sampled).sum()) for k in range(self.targets.shape[-1])]
             pooled = torch.tensor(global_sum(*counts, *self.targets.sum(0).tolist())).view(2, -1)

@@ -138,7 +138,7 @@ class GRPOLearner(PolicyLearner):
     def _warn_about(self, targets: Tensor) -> None:
         complaints = {
             complaint
-            for target in torch.unique(targets, dim=0)
+            for target in (torch.unique(targets, dim=0) if targets.numel() else targets[:1])
             for complaint in self.rewards.warnings(target, self.sampling.group_size)
         }
         for complaint in sorted(complaints):
