@@ -64,11 +64,7 @@ class SentenceBoundaries(PrefixBoundaries):
     def ends(self, text: str) -> list[tuple[int, int]]:
         before_answer = reversed(range(self._answer_start(text)))
         latest = next((i for i in before_answer if _WORD.match(text, i)), -1)  # what is left has a word
-        return [
-            (first, min(last, latest))
-            for first, last in _with_space(text, self._units(text))
-            if first <= latest
-        ]
+        return [(first, last) for first, last in _with_space(text, self._units(text)) if first <= latest]
 
     def _answer_start(self, text: str) -> int:
         """Where the answer starts: 0 for a reference without one."""
@@ -150,9 +146,10 @@ _LINE = re.compile(r"(?<=\S)(?=[ \t]*\n)")
 _BLOCK = re.compile(
     rf"(?<=[^\s:,;：，；、])(?=[ \t]*\n(?:[ \t]*\n\s*[^\s{_MASK}]|[ \t]*(?:[-+*•]|\#+|\d+[.)])[ \t]))"
 )
+_LONGEST_LABEL = 32
 _LABEL = re.compile(r"[\s#>*_(\[+-]*(?:(?:[^\W\d_]+\s*)?\d+(?:\.\d+)*|[^\W\d_]|[ivxIVX]+)")
 _ABBREVIATIONS = (
-    "dr|mr|mrs|ms|prof|sr|jr|st|vs|etc|figs?|eqs?|nos?|vol|sec|ch|thm|lem|prop|def|cor|ex|approx|resp|cf|al|eds?|pp|est"
+    "dr|mr|mrs|ms|prof|sr|jr|st|vs|etc|figs?|eqs?|(?-i:Nos?)|vol|sec|ch|thm|lem|prop|def|cor|ex|approx|resp|cf|al|eds?|pp|est"
     "|dept|m|mm|mme|mlle|env|art|chap|th|sra|srta|dra|uds?|págs?|núm|ej|aprox|डॉ|प्रो|श्री"
 )
 _ABBREVIATION = re.compile(
@@ -163,8 +160,10 @@ _ABBREVIATION = re.compile(
 def _ends_sentence(text: str, found: re.Match[str]) -> bool:
     stop, position = found["stop"], found.start()
     if stop in (".", "．"):
-        line = text[text.rfind("\n", 0, position) + 1 : position]
-        if _LABEL.fullmatch(line) or _ABBREVIATION.search(line):
+        before = text[max(0, position - _LONGEST_LABEL) : position]
+        label = before.rpartition("\n")[2]
+        starts_line = len(label) < _LONGEST_LABEL
+        if _ABBREVIATION.search(before) or (starts_line and _LABEL.fullmatch(label)):
             return False
     return stop[0] not in ".!?" or _starts_sentence(text, found.end())
 

@@ -21,11 +21,12 @@ _OPENER = re.compile(
     """,
     re.VERBOSE | re.MULTILINE,
 )
-_PARAGRAPH_END = re.compile(r"\n[ \t]*\n|\Z")
+_BRACE = re.compile(r"[{}]|\\.", re.DOTALL)
 _BOXED = re.compile(r"\\boxed\s*\{")
 _AMOUNT = re.compile(r"\$(?:\d|<<)")
 _OPENS_MATH = re.compile(r"(?<=\s)\$[A-Za-z0-9\\({<]")
 _NEVER = r"(?!)"
+_BLANK_LINE = r"\n[ \t]*\n"
 
 
 class Span(NamedTuple):
@@ -43,10 +44,11 @@ def opaque_spans(text: str) -> list[Span]:
     reads as an amount of money, a backtick without partner and an unbalanced ``\boxed{`` are plain text; every
     other delimiter that is never closed stays open to the end of the text.
     """
+    braces = _matching_braces(text)
     spans: list[Span] = []
     position = 0
     while opener := _OPENER.search(text, position):
-        closed = _close(text, opener)
+        closed = _close(text, opener, braces)
         if closed is None:
             position = opener.end()
         else:
@@ -57,17 +59,19 @@ def opaque_spans(text: str) -> list[Span]:
 
 def last_boxed(text: str) -> tuple[int, int] | None:
     r"""Start and end of the last balanced, outermost ``\boxed{...}``; None if there is none."""
+    braces = _matching_braces(text)
     last, position = None, 0
     while opener := _BOXED.search(text, position):
-        end = _balanced(text, opener.end(), r"\{", r"\}")
+        end = braces.get(opener.end())
         position = end or opener.end()
         last = (opener.start(), end) if end else last
     return last
 
 
-def _close(text: str, opener: re.Match[str]) -> tuple[int, Kind] | None:
+def _close(text: str, opener: re.Match[str], braces: dict[int, int]) -> tuple[int, Kind] | None:
     """Where what ``opener`` opens ends, and what it is; None for plain text."""
     start = opener.end()
+    end: int | None
     match opener.lastgroup:
         case "fence":
             marks = opener["marks"]
@@ -75,14 +79,14 @@ def _close(text: str, opener: re.Match[str]) -> tuple[int, Kind] | None:
             found = closing.search(text, start)
             return (found.end() if found else len(text)), "fence"
         case "code":
-            found = re.compile(rf"(?<!`){opener[0]}(?!`)").search(text, start, _paragraph_end(text, start))
-            return (found.end(), "code") if found else None
+            end = _balanced(text, start, _NEVER, rf"(?<!`){opener[0]}(?!`)", _BLANK_LINE)
+            return (end, "code") if end else None
         case "environment":
             name = re.escape(opener["name"])
             end = _balanced(text, start, rf"\\begin\{{{name}\}}", rf"\\end\{{{name}\}}")
             return end or len(text), "display"
         case "box":
-            end = _balanced(text, start, r"\{", r"\}")
+            end = braces.get(start)
             return (end, "box") if end else None
         case "bracket":
             return _balanced(text, start, _NEVER, r"\\\]") or len(text), "display"
@@ -98,24 +102,35 @@ def _close(text: str, opener: re.Match[str]) -> tuple[int, Kind] | None:
 
 def _close_dollar(text: str, start: int) -> int | None:
     """End of the formula that the ``$`` at ``start`` opens; None if it is an amount or has no partner."""
-    end = _balanced(text, start + 1, _NEVER, r"\$", _paragraph_end(text, start))
+    end = _balanced(text, start + 1, _NEVER, r"\$", _BLANK_LINE)
     if end is None or _OPENS_MATH.match(text, end - 1):
         return None
     amounts = _AMOUNT.match(text, start) and _AMOUNT.match(text, end - 1)
     return None if amounts else end
 
 
-def _balanced(text: str, position: int, opening: str, closing: str, stop: int | None = None) -> int | None:
-    """End of the ``closing`` that matches an opening before ``position``; escaped characters do not count."""
-    tokens = re.compile(rf"({opening})|({closing})|\\.", re.DOTALL)
+def _balanced(text: str, position: int, opening: str, closing: str, stop: str = _NEVER) -> int | None:
+    """End of the ``closing`` that matches an opening before ``position``, None if ``stop`` or the end comes first.
+
+    Escaped characters do not count.
+    """
     depth = 1
-    for found in tokens.finditer(text, position, len(text) if stop is None else stop):
+    tokens = re.compile(rf"({opening})|({closing})|({stop})|\\.", re.DOTALL)
+    for found in tokens.finditer(text, position):
         depth += (found[1] is not None) - (found[2] is not None)
         if depth == 0:
             return found.end()
+        if found[3] is not None:
+            return None
     return None
 
 
-def _paragraph_end(text: str, position: int) -> int:
-    found = _PARAGRAPH_END.search(text, position)
-    return found.start() if found else len(text)
+def _matching_braces(text: str) -> dict[int, int]:
+    """The position after each opening brace to that after its closing one; escaped braces do not count."""
+    matching, opened = {}, []
+    for found in _BRACE.finditer(text):
+        if found[0] == "{":
+            opened.append(found.end())
+        elif found[0] == "}" and opened:
+            matching[opened.pop()] = found.end()
+    return matching
