@@ -113,6 +113,7 @@ def _quiet_lightning() -> None:
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_news)
     for message in (
         r".*isinstance\(treespec, LeafSpec\).*",
+        r".*your dataloader is not resumable.*",
         r".*does not have many workers.*",
         r".*LightningCLI's args parameter is intended.*",
         r".*Experiment logs directory .* exists and is not empty.*",

@@ -34,9 +34,11 @@ def chat_model(tiny_choice: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def layers(config: Path) -> list[str]:
-    """A file that names no data to train on is laid over the base."""
-    complete = {"trainer", "model", "data"} <= yaml.safe_load(config.read_text()).keys()
-    return ["-c", str(config)] if complete else ["-c", str(BASE), "-c", str(config)]
+    """A file that names no data to train on is laid over its folder's base."""
+    if {"trainer", "model", "data"} <= yaml.safe_load(config.read_text()).keys():
+        return ["-c", str(config)]
+    base = config.parent / "chain_grpo.yaml" if config.parent.name == "arg" else BASE
+    return ["-c", str(base), "-c", str(config)]
 
 
 @pytest.mark.parametrize("config", SHIPPED, ids=lambda path: str(path.relative_to(ROOT)))

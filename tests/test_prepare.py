@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_madrl import prepare
-from lit_madrl.data import ChoiceDataModule
+from lit_madrl.data import ChainDataModule, ChoiceDataModule, Student
 from lit_madrl.data.choice_topics import TOPICS
 
 
@@ -18,6 +19,13 @@ from lit_madrl.data.choice_topics import TOPICS
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prepare") / "nested" / "tiny"
     assert prepare.main(["tiny-choice", "--output", str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiny_chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prepare") / "chain"
+    assert prepare.main(["tiny-chain", "--output", str(folder)]) == 0
     return folder
 
 
@@ -63,10 +71,68 @@ def test_prompt_and_completion_never_merge(tiny: Path, style: Any, form: Any) ->
             assert tokenizer.decode(completion) == option
 
 
-def test_seed_decides_the_weights_and_leaves_the_global_stream_alone(tmp_path: Path) -> None:
+def test_chain_folder_loads_as_a_smaller_qwen3(tiny_chain: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_chain)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_chain)
+    config = model.config
+    assert (config.hidden_size, config.num_hidden_layers, config.head_dim) == (64, 3, 16)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.intermediate_size) == (4, 2, 192)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.num_parameters() == pytest.approx(152_000, rel=0.01)
+    assert config.vocab_size == len(tokenizer) == 63
+    for name, token in (("pad", "<pad>"), ("eos", "<eos>"), ("bos", "<bos>")):
+        token_id = tokenizer.convert_tokens_to_ids(token)
+        for holder in (tokenizer, config, model.generation_config):
+            assert getattr(holder, f"{name}_token_id") == token_id
+
+
+def test_chain_numbers_start_on_circles(tiny_chain: Path) -> None:
+    weight = AutoModelForCausalLM.from_pretrained(tiny_chain).lm_head.weight.detach()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_chain)
+    ids = tokenizer.convert_tokens_to_ids([str(n) for n in range(53)])
+    features = weight[ids, :16]
+    assert features[0].tolist() == pytest.approx([0.08, 0.0] * 8)
+    angle = 2 * math.pi / 53
+    expected = [
+        value
+        for k in (1, 2, 3, 5, 7, 11, 13, 17)
+        for value in (math.cos(20 * k * angle), math.sin(20 * k * angle))
+    ]
+    assert (features[20] / 0.08).tolist() == pytest.approx(expected, abs=1e-5)
+    # Adding 5 turns every circle by the same angle wherever one starts: what makes modular addition easy.
+    points = torch.view_as_complex(features.view(53, 8, 2).contiguous())
+    turns = points.roll(-5, 0) / points
+    assert torch.allclose(turns, turns[:1].expand_as(turns), atol=1e-4)
+    others = [n for n in range(63) if n not in ids]
+    assert float(weight[others].std()) == pytest.approx(0.02, rel=0.15)
+
+
+def test_chain_words_are_tokens_that_never_merge(tiny_chain: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_chain)
+    data = ChainDataModule(student=Student())
+    for problem in [data.train_problem(0, i) for i in range(100)] + data.validation_problems():
+        prompt = tokenizer.encode(problem.prompt)
+        assert prompt[0] == tokenizer.bos_token_id
+        assert len(prompt) == 1 + len(problem.prompt.split())
+        assert tokenizer.decode(prompt, skip_special_tokens=True) == problem.prompt
+        for text in [problem.reference, *problem.metadata.get("completions", [])]:
+            completion = tokenizer.encode(text, add_special_tokens=False)
+            assert len(completion) == len(text.split()) == 4 * problem.metadata["length"] + 3
+            assert tokenizer.decode(completion) == text
+            assert tokenizer.encode(f"{problem.prompt} {text}") == prompt + completion
+
+
+def test_an_unknown_word_is_an_error(tiny_chain: Path) -> None:
+    with pytest.raises(Exception, match=r"Missing .* from the vocabulary"):
+        AutoTokenizer.from_pretrained(tiny_chain).encode("53 + 2 ?")
+
+
+@pytest.mark.parametrize("write", [prepare.write_tiny_choice, prepare.write_tiny_chain])
+def test_seed_decides_the_weights_and_leaves_the_global_stream_alone(write: Any, tmp_path: Path) -> None:
     def weights(name: str, seed: int) -> torch.Tensor:
-        prepare.write_tiny_choice(tmp_path / name, hidden_size=32, layers=1, vocab_size=320, seed=seed)
-        return AutoModelForCausalLM.from_pretrained(tmp_path / name).lm_head.weight.detach()
+        write(tmp_path / name, 32, 1, 320, seed=seed)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
     before = torch.get_rng_state()
     first, again, other = weights("a", 1), weights("b", 1), weights("c", 2)
@@ -119,17 +185,20 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("command", "flags", "message"),
     [
-        (["--hidden-size", "100"], "hidden_size: expected a positive multiple of 8, got 100"),
-        (["--layers", "0"], "layers: expected an integer >= 1, got 0"),
-        (["--vocab-size", "100"], "vocab_size: expected an integer >= 320"),
+        ("tiny-choice", ["--hidden-size", "100"], "hidden_size: expected a positive multiple of 8, got 100"),
+        ("tiny-choice", ["--layers", "0"], "layers: expected an integer >= 1, got 0"),
+        ("tiny-choice", ["--vocab-size", "100"], "vocab_size: expected an integer >= 320"),
+        ("tiny-chain", ["--hidden-size", "8"], "hidden_size: expected a multiple of 8 >= 16, got 8"),
+        ("tiny-chain", ["--layers", "0"], "layers: expected an integer >= 1, got 0"),
+        ("tiny-chain", ["--modulus", "9"], "modulus: expected an integer >= 10, as operands go to 9, got 9"),
     ],
 )
 def test_bad_arguments(
-    tmp_path: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, command: str, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert prepare.main(["tiny-choice", "--output", str(tmp_path / "model"), *flags]) == 1
+    assert prepare.main([command, "--output", str(tmp_path / "model"), *flags]) == 1
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 

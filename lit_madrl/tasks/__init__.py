@@ -1,6 +1,7 @@
 """Categorizers and verifiers: what judges a completion's text."""
 
 from lit_madrl.tasks.base import Categorizer, Completions, Verifier
+from lit_madrl.tasks.chain import ChainVerifier
 from lit_madrl.tasks.choice import ChoiceCategorizer
 
-__all__ = ["Categorizer", "ChoiceCategorizer", "Completions", "Verifier"]
+__all__ = ["Categorizer", "ChainVerifier", "ChoiceCategorizer", "Completions", "Verifier"]
