@@ -10,28 +10,22 @@ can be interrupted at any time: finished runs are in the results file, the other
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
-import os
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import product
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT.parent))
 
-from benchmarks.machine import describe
+from benchmarks.grid import QUIET, Row, read_rows, run_grid
 
 RESULTS = ROOT / "results" / "choice_grid.json"
 DIVERGENCES = {"FKL": "forward_kl", "RKL": "reverse_kl", "JSD": "jensen_shannon", "L2": "l2"}
 MEASURES = ("jsd", "l2", "forward_kl", "reverse_kl")
 SEEDS = (0, 1, 2)
 KEYS = ("form", "target", "divergence", "advantage_scale", "seed")
-Row = dict[str, Any]
 
 
 def grid() -> Iterator[Row]:
@@ -53,9 +47,6 @@ def warm_start(folder: Path, seed: int) -> Path:
         arguments += ["--run_dir", str(run), "--model.init_args.export_to", str(run / "model")]
         main([*arguments, "--model.init_args.policy.pretrained", str(run / "tiny"), *QUIET])
     return run / "model"
-
-
-QUIET = ("--trainer.enable_progress_bar", "false")
 
 
 def run(row: Row, folder: Path) -> Row:
@@ -83,25 +74,6 @@ def run(row: Row, folder: Path) -> Row:
     tested = main([*test, "--model.init_args.policy.pretrained", str(model)])
     metrics = {k.removeprefix("test/"): float(v) for k, v in tested.trainer.callback_metrics.items()}
     return row | {"metrics": metrics}
-
-
-def _start_worker() -> None:
-    import torch
-
-    torch.set_num_threads(1)
-    os.chdir(ROOT.parent)
-
-
-def save(rows: list[Row], path: Path) -> None:
-    """Write the results so that an interruption leaves the old file or the new one."""
-    document = {
-        "command": "python benchmarks/choice_grid.py",
-        "machine": describe("torch", "lightning", "transformers", "torchmetrics"),
-        "rows": sorted(rows, key=lambda row: [str(row[key]) for key in KEYS]),
-    }
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(document, indent=1) + "\n")
-    partial.replace(path)
 
 
 def table(rows: list[Row]) -> str:
@@ -184,21 +156,17 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--table", action="store_true", help="only write the table")
     options = parser.parse_args()
-    rows = json.loads(options.results.read_text())["rows"] if options.results.is_file() else []
-    done = {tuple(row[key] for key in KEYS) for row in rows}
-    todo = [] if options.table else [row for row in grid() if tuple(row.values()) not in done]
-    os.environ["OMP_NUM_THREADS"] = "1"
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.processes, mp_context=context, initializer=_start_worker) as pool:
-        needed = sorted({row["seed"] for row in todo})
-        for future in [pool.submit(warm_start, options.runs, seed) for seed in needed]:
-            future.result()
-        futures = [pool.submit(run, row, options.runs) for row in todo]
-        for finished, future in enumerate(as_completed(futures), 1):
-            rows.append(future.result())
-            save(rows, options.results)
-            name = " ".join(str(rows[-1][key]) for key in KEYS)
-            print(f"[{finished}/{len(todo)}] {name}: {rows[-1]['metrics']['jsd']:.4f}", flush=True)
+    rows = read_rows(options.results)
+    if not options.table:
+        rows = run_grid(
+            grid(),
+            run,
+            options.results,
+            options.runs,
+            "python benchmarks/choice_grid.py",
+            options.processes,
+            warm_start,
+        )
     options.results.with_suffix(".md").write_text(table(rows))
     print(table(rows))
 

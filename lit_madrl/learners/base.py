@@ -242,7 +242,11 @@ class PolicyLearner(L.LightningModule):
         self.engine.load_state_dict(training_stream)
         scores = self.collector.judge(problems, rollouts)
         evaluation: Any = self.evaluations[split]
-        evaluation.update(scores, stack_targets(problems, self.device), self.option_probabilities(problems))
+        evaluation.update(
+            scores,
+            stack_targets(problems, self.device, len(self.categories)),
+            self.option_probabilities(problems),
+        )
 
     def option_probabilities(self, problems: Sequence[Problem]) -> Tensor | None:
         """Exact probability ``[P, K]`` of each option, stop token included, by teacher forcing.

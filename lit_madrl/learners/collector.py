@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lit_madrl.augmenters.base import Reference
+from lit_madrl.functional import validate_target
 from lit_madrl.policy.packing import pack
 from lit_madrl.policy.policy import Policy
 from lit_madrl.rollouts.base import RolloutEngine
@@ -53,6 +54,8 @@ class Collector:
         self.sampling = sampling
         self.seed = seed
         self.global_sum = global_sum
+        self.generated_tokens = 0
+        """Tokens sampled so far through this collector; given prefixes are none."""
 
     def generator(self) -> torch.Generator:
         """Random numbers of this rank and step: a pure function of them, so that a resumed run draws the same."""
@@ -111,9 +114,11 @@ class Collector:
     ) -> Rollouts:
         """Sample a group of completions of each problem with the current weights; they begin with ``prefixes``."""
         self.engine.sync_weights(self.policy.model)
-        return self.engine.generate(
+        rollouts = self.engine.generate(
             self.encode_prompts(problems), sampling, self.stop_ids(sampling), prefixes=prefixes
         )
+        self.generated_tokens += int((rollouts.lengths - rollouts.prefix_lengths).sum())
+        return rollouts
 
     def judge(self, problems: Sequence[Problem], rollouts: Rollouts) -> Scores:
         """Decode and score completions."""
@@ -180,13 +185,23 @@ def _checked(name: str, values: Tensor, shape: torch.Size) -> Tensor:
     return values.cpu()
 
 
-def stack_targets(problems: Sequence[Problem], device: torch.device | str = "cpu") -> Tensor:
+def stack_targets(
+    problems: Sequence[Problem], device: torch.device | str = "cpu", num_categories: int = 0
+) -> Tensor:
     """Targets ``[P, K]`` of problems; K is 0 when the task has no categories.
 
+    Args:
+        problems: P problems.
+        device: where the targets are wanted.
+        num_categories: K; 0 takes the targets' own length.
+
     Raises:
-        ValueError: problems of one batch have targets of different lengths.
+        ValueError: problems of one batch have targets of different lengths, or a target is no distribution.
     """
     lengths = {len(problem.target) for problem in problems}
     if len(lengths) > 1:
         raise ValueError(f"problem.target: expected one length in a batch, got {sorted(lengths)}")
-    return torch.tensor([problem.target for problem in problems], dtype=torch.float32, device=device)
+    targets = torch.tensor([problem.target for problem in problems], dtype=torch.float32)
+    if targets.numel():
+        validate_target(targets, num_categories or targets.shape[-1], "problem.target")
+    return targets.to(device)

@@ -28,6 +28,7 @@ class Experience:
         targets: ``[P, K]``.
         rewards: ``[P, G]``.
         advantages: ``[P, G]``.
+        generated_tokens: tokens that were sampled for it, those of augmenters included.
     """
 
     problems: list[Problem]
@@ -37,6 +38,7 @@ class Experience:
     targets: Tensor
     rewards: Tensor
     advantages: Tensor
+    generated_tokens: int = 0
 
     def counted(self, dead: Literal["count", "exclude"]) -> Tensor:
         """Bool ``[P]``: groups that the loss's denominators count."""
@@ -71,6 +73,7 @@ class Experience:
         """
         category, sampled = self.scores.category, self.scores.on_policy
         numbers = {
+            "generated_tokens": float(self.generated_tokens),
             "reward": float(self.rewards.mean()),
             "length": float(self.rollouts.lengths.float().mean()),
             "truncated_rate": 1 - float(self.rollouts.finished.float().mean()),

@@ -122,7 +122,7 @@ class GRPOLearner(PolicyLearner):
     def collect(self, problems: list[Problem]) -> Experience:
         """Sample, score and reward a group of completions of each problem."""
         collector = self.collector
-        targets = stack_targets(problems, self.device)
+        targets = stack_targets(problems, self.device, len(self.categories))
         if self.prompt_cursor == 0:
             self._warn_about(targets)
         rollouts = collector.generate(problems, self.sampling)
@@ -133,7 +133,8 @@ class GRPOLearner(PolicyLearner):
             texts = collector.decode(rollouts)
         rewards = self.rewards(scores, targets)
         advantages = group_advantages(rewards, self.objective.advantage_scale)
-        return Experience(problems, rollouts, texts, scores, targets, rewards, advantages)
+        sampled = collector.generated_tokens
+        return Experience(problems, rollouts, texts, scores, targets, rewards, advantages, sampled)
 
     def _warn_about(self, targets: Tensor) -> None:
         complaints = {

@@ -133,3 +133,9 @@ def test_targets() -> None:
     assert stack_targets([Problem("a", ""), Problem("b", "")]).shape == (2, 0)
     with pytest.raises(ValueError, match=r"problem.target: expected one length in a batch, got \[0, 2\]"):
         stack_targets([problems[0], Problem("c", "")])
+    with pytest.raises(ValueError, match=r"problem.target: expected probabilities that sum to 1"):
+        stack_targets([Problem("d", "", (0.5, 0.6))])
+    with pytest.raises(
+        ValueError, match=r"problem.target: expected 3 probabilities \(one a category\), got 2"
+    ):
+        stack_targets(problems, num_categories=3)
