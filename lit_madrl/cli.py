@@ -114,6 +114,7 @@ def _quiet_lightning() -> None:
     for message in (
         r".*isinstance\(treespec, LeafSpec\).*",
         r".*your dataloader is not resumable.*",
+        r".*It is recommended to use `self.log.*sync_dist=True.*",
         r".*does not have many workers.*",
         r".*LightningCLI's args parameter is intended.*",
         r".*Experiment logs directory .* exists and is not empty.*",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -163,3 +165,22 @@ def test_a_checkpoint_does_not_override_given_arguments(tiny_choice: Path, tmp_p
 def test_a_missing_checkpoint_is_an_error(tiny_choice: Path, tmp_path: Path) -> None:
     with pytest.raises(Exception, match="nowhere"):
         run("fit", "-c", BASE, *small(tiny_choice, tmp_path), "--ckpt_path", tmp_path / "nowhere.ckpt")
+
+
+def test_two_processes_make_a_whole_run(tiny_choice: Path, tmp_path: Path) -> None:
+    """DDP with everything a run writes: a collective that one rank alone enters would wait forever."""
+    table = "--trainer.callbacks+=lit_madrl.callbacks.CompletionTable"
+    command = [
+        *(sys.executable, str(ROOT / "cli.py"), "fit", "-c", str(BASE), *small(tiny_choice, tmp_path)),
+        *("--trainer.devices", "2", "--trainer.strategy", "ddp", "--trainer.max_steps", "2"),
+        *("--trainer.val_check_interval", "1", "--trainer.callbacks.every_n_train_steps", "1"),
+        *(table, "--trainer.callbacks.every_n_steps", "1"),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert {"config.yaml", "metrics.csv", "tensorboard", "completions", "checkpoints", "model"} <= {
+        path.name for path in tmp_path.iterdir()
+    }
+    with (tmp_path / "metrics.csv").open() as file:
+        prompts = [float(row["train/prompts"]) for row in csv.DictReader(file) if row.get("train/prompts")]
+    assert prompts == [4.0, 8.0]

@@ -33,6 +33,10 @@ class CompletionTable(L.Callback):
         self.max_prompts = max_prompts
         self.folder = folder
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Settle the folder on all ranks: ``trainer.log_dir`` is a collective that one rank alone waits in forever."""
+        self.folder = self.folder or str(Path(trainer.log_dir or trainer.default_root_dir) / "completions")
+
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -45,7 +49,7 @@ class CompletionTable(L.Callback):
             return
         if (batch_idx + 1) % self.every_n_steps:
             return
-        folder = Path(self.folder or Path(trainer.log_dir or trainer.default_root_dir) / "completions")
+        folder = Path(self.folder or "completions")
         folder.mkdir(parents=True, exist_ok=True)
         table = completion_table(
             pl_module.experience, pl_module.categories, trainer.global_step, self.max_prompts
