@@ -13,11 +13,11 @@ import lightning as L
 import transformers
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import TensorBoardLogger
 
 # Imported for their names: a YAML file says `class_path: ForwardKL` for any class in them.
 from lit_madrl import augmenters, callbacks, data, learners, policy, rewards, rollouts, tasks, types
-from lit_madrl.callbacks import CompletionTable
+from lit_madrl.callbacks import CompletionTable, RunLog
 from lit_madrl.cli_errors import check_subcommand, one_line_errors
 from lit_madrl.data import PromptDataModule
 from lit_madrl.learners import PolicyLearner
@@ -63,7 +63,7 @@ class MadrlCLI(LightningCLI):
         folder, given = Path(config.run_dir), config.trainer
         if given.logger in (None, True):
             kwargs["logger"] = [
-                CSVLogger(folder, name="", version=""),
+                RunLog(folder, resumed=config.get("ckpt_path") is not None),
                 TensorBoardLogger(folder, name="", version="", sub_dir="tensorboard"),
             ]
         if given.default_root_dir is None:

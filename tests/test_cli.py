@@ -184,3 +184,20 @@ def test_two_processes_make_a_whole_run(tiny_choice: Path, tmp_path: Path) -> No
     with (tmp_path / "metrics.csv").open() as file:
         prompts = [float(row["train/prompts"]) for row in csv.DictReader(file) if row.get("train/prompts")]
     assert prompts == [4.0, 8.0]
+
+
+def test_a_resumed_run_keeps_its_log(tiny_choice: Path, tmp_path: Path) -> None:
+    """Rows of before the checkpoint stay, those of after it are made again, and a fresh run starts a fresh file."""
+
+    def steps() -> list[int]:
+        with (tmp_path / "metrics.csv").open() as file:
+            return [int(row["step"]) for row in csv.DictReader(file) if row.get("train/loss")]
+
+    common = ("fit", "-c", BASE, *small(tiny_choice, tmp_path), "--trainer.limit_val_batches", "0")
+    run(*common, "--trainer.max_steps", "3", "--trainer.callbacks.every_n_train_steps", "2")
+    assert steps() == [1, 2, 3]
+    checkpoint = next((tmp_path / "checkpoints").glob("*step=2*.ckpt"))
+    run(*common, "--trainer.max_steps", "4", "--ckpt_path", checkpoint)
+    assert steps() == [1, 2, 3, 4]
+    run(*common, "--trainer.max_steps", "1")
+    assert steps() == [1]
