@@ -38,7 +38,7 @@ def test_table_is_printed_whole(capsys: pytest.CaptureFixture[str]) -> None:
 def test_series_skips_rows_without_the_number(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("step,train/jsd,val/jsd\n1,0.5,\n2,,0.25\n3,0.125,\n")
     assert read_series(tmp_path, "train/jsd") == ([1, 3], [0.5, 0.125])
-    with pytest.raises(ValueError, match="expected a number that .* has, got 'train/nothing'"):
+    with pytest.raises(ValueError, match=r"expected a number that .* has, got 'train/nothing'"):
         read_series(tmp_path, "train/nothing")
     with pytest.raises(ValueError, match=r"expected a run folder with metrics\.csv"):
         read_series(tmp_path / "nowhere", "train/jsd")
