@@ -22,6 +22,7 @@ from lit_madrl.functional.frequencies import (
     leave_one_out_frequencies,
 )
 from lit_madrl.functional.kl import KLKind, kl_estimate, linearized_exp
+from lit_madrl.functional.logprobs import selected_logprobs
 from lit_madrl.functional.pass_at_k import average_at_k, pass_at_k
 from lit_madrl.functional.policy_loss import (
     Reduction,
@@ -60,6 +61,7 @@ __all__ = [
     "reference_surprisal",
     "reverse_kl",
     "reverse_kl_reward",
+    "selected_logprobs",
     "smooth_target",
     "token_weights",
     "validate_target",
