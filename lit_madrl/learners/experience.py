@@ -68,12 +68,12 @@ class Experience:
         Args:
             categories: names of the K categories.
             verified: whether correctness was judged.
-            global_sum: sums over ranks; shares are pooled over ranks before their divergence is taken, since the
-                mean of the ranks' divergences would be larger.
+            global_sum: sums over ranks; tokens are counted over all of them, and shares are pooled before their
+                divergence is taken, since the mean of the ranks' divergences would be larger.
         """
         category, sampled = self.scores.category, self.scores.on_policy
         numbers = {
-            "generated_tokens": float(self.generated_tokens),
+            "generated_tokens": global_sum(self.generated_tokens)[0],
             "reward": float(self.rewards.mean()),
             "length": float(self.rollouts.lengths.float().mean()),
             "truncated_rate": 1 - float(self.rollouts.finished.float().mean()),
