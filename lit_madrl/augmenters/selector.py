@@ -85,6 +85,22 @@ class PrefixSelector(nn.Module):
         )
         return moved
 
+    def get_extra_state(self) -> Tensor:
+        """The levels that ``phi`` is about, ``[A]`` float64."""
+        return torch.tensor(self.levels, dtype=torch.float64)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Refuse what was learned about other levels.
+
+        Raises:
+            ValueError: the checkpoint's levels differ from these.
+        """
+        saved = state.tolist()
+        if tuple(saved) != self.levels:
+            raise ValueError(
+                f"PrefixSelector.levels: expected the checkpoint's {saved}, got {list(self.levels)}"
+            )
+
     def probabilities(self) -> Tensor:
         """rho, ``[A]`` float64."""
         return (1 - self.exploration) * self.phi.softmax(-1) + self.exploration / len(self.levels)

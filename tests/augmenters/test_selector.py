@@ -231,3 +231,12 @@ def test_two_processes_equal_one(tmp_path: Path):
     for name, value in selector.state_dict().items():
         assert torch.equal(first[name], second[name])  # identical, not only close
         same(first[name], value)
+
+
+def test_what_was_learned_about_other_levels_is_refused() -> None:
+    saved = PrefixSelector((1.0, 0.5)).state_dict()
+    PrefixSelector((1.0, 0.5)).load_state_dict(saved)
+    with pytest.raises(
+        ValueError, match=r"levels: expected the checkpoint's \[1.0, 0.5\], got \[1.0, 0.25\]"
+    ):
+        PrefixSelector((1.0, 0.25)).load_state_dict(saved)
