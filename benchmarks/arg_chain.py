@@ -9,7 +9,6 @@ samples each. Every seed trains its own warm start.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from statistics import mean
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT.parent))
 
-from benchmarks.grid import QUIET, Row, read_rows, run_grid
+from benchmarks.grid import QUIET, Row, grid_options, read_rows, run_grid
 from lit_madrl.report import read_series
 
 RESULTS = ROOT / "results" / "arg_chain.json"
@@ -185,14 +184,7 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--runs", type=Path, default=ROOT.parent / "runs" / "arg_chain")
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--table", action="store_true", help="only write the table and the figure")
-    options = parser.parse_args()
+    options = grid_options(__doc__, RESULTS)
     rows = read_rows(options.results)
     if not options.table:
         rows = run_grid(grid(), run, options.results, options.runs, COMMAND, options.processes, warm_start)

@@ -9,7 +9,6 @@ can be interrupted at any time: finished runs are in the results file, the other
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from itertools import product
@@ -19,7 +18,7 @@ from statistics import mean
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT.parent))
 
-from benchmarks.grid import QUIET, Row, read_rows, run_grid
+from benchmarks.grid import QUIET, Row, grid_options, read_rows, run_grid
 
 RESULTS = ROOT / "results" / "choice_grid.json"
 DIVERGENCES = {"FKL": "forward_kl", "RKL": "reverse_kl", "JSD": "jensen_shannon", "L2": "l2"}
@@ -148,14 +147,7 @@ def claims(rows: list[Row], scale: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--runs", type=Path, default=ROOT.parent / "runs" / "choice_grid")
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--table", action="store_true", help="only write the table")
-    options = parser.parse_args()
+    options = grid_options(__doc__, RESULTS)
     rows = read_rows(options.results)
     if not options.table:
         rows = run_grid(

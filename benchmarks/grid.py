@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import os
@@ -15,6 +16,18 @@ from benchmarks.machine import describe
 ROOT = Path(__file__).resolve().parents[1]
 QUIET = ("--trainer.enable_progress_bar", "false")
 Row = dict[str, Any]
+
+
+def grid_options(description: str | None, results: Path) -> argparse.Namespace:
+    """The arguments of a grid's script: ``results``, ``runs``, ``processes`` and ``table`` (only write the table)."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--results", type=Path, default=results)
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / results.stem)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--table", action="store_true", help="make no run, only write what the results show")
+    return parser.parse_args()
 
 
 def read_rows(path: Path) -> list[Row]:

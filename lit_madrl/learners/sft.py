@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from torch import Tensor
 
 from lit_madrl.learners.base import PolicyLearner
@@ -52,5 +54,10 @@ class SFTLearner(PolicyLearner):
             raise ValueError(
                 f"problem {problem.id}: expected metadata['completions'] or a reference to learn from, got neither"
             )
-        stop = self.collector.stop_ids(self.sampling)[-1]
-        return [Row(index, tuple(self.collector.encode_completion(text, stop))) for text in texts]
+        collector = self.collector
+        stop = collector.stop_ids(self.sampling)[-1]
+        # Equal texts are encoded once: a warm start draws many answers from few options.
+        return [
+            Row(index, tuple(collector.encode_completion(text, stop)), copies=copies)
+            for text, copies in Counter(texts).items()
+        ]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lit_madrl.cli import MadrlCLI, main
-from lit_madrl.tasks import Categorizer, Completions
+from lit_madrl.tasks import Categorizer, Completions, Verifier
 from lit_madrl.types import Problem
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,3 +59,15 @@ class HashCategorizer(Categorizer):
 
     def __call__(self, problems: Sequence[Problem], completions: Completions) -> Tensor:
         return torch.tensor([[zlib.crc32(text.encode()) % 6 - 1 for text in group] for group in completions])
+
+
+class HashVerifier(Verifier):
+    """Right or wrong by a checksum of the text."""
+
+    def __call__(self, problems: Sequence[Problem], completions: Completions) -> Tensor:
+        return torch.tensor(
+            [[float(zlib.crc32(text.encode()) % 2) for text in group] for group in completions]
+        )
+
+    def well_formed(self, problems: Sequence[Problem], completions: Completions) -> Tensor:
+        return self(problems, completions)
