@@ -125,16 +125,17 @@ class GRPOLearner(PolicyLearner):
         targets = stack_targets(problems, self.device, len(self.categories))
         if self.prompt_cursor == 0:
             self._warn_about(targets)
-        rollouts = collector.generate(problems, self.sampling)
+        rollouts = sampled = collector.generate(problems, self.sampling)
         texts = collector.decode(rollouts)
         scores = collector.score(problems, rollouts, texts)
         for augmenter in self.augmenters:
             rollouts, scores = augmenter(problems, rollouts, scores, collector)
+        if rollouts is not sampled:
             texts = collector.decode(rollouts)
         rewards = self.rewards(scores, targets)
         advantages = group_advantages(rewards, self.objective.advantage_scale)
-        sampled = collector.generated_tokens
-        return Experience(problems, rollouts, texts, scores, targets, rewards, advantages, sampled)
+        tokens = collector.generated_tokens
+        return Experience(problems, rollouts, texts, scores, targets, rewards, advantages, tokens)
 
     def _warn_about(self, targets: Tensor) -> None:
         complaints = {
