@@ -162,19 +162,25 @@ def shared_prefix_attention(
 
     Returns ``[1, N, H, D]``.
     """
+    asked = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+    grouped = query.shape[1] != key.shape[1]
     if shared_prefix is None:
+        if attention_mask is not None and grouped and query.is_cpu and not asked:
+            # transformers repeats keys and values wherever there is a mask; the CPU's kernel needs no copies.
+            out = F.scaled_dot_product_attention(
+                query, key, value, attention_mask, dropout, scale=scaling, enable_gqa=True
+            )
+            return out.transpose(1, 2), None
         out, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return out, None
-    asked = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if asked:
         raise ValueError(
             f"{type(module).__name__} uses {', '.join(asked)}, which packed batches do not support: "
             "set policy.packing to 'padded'"
         )
     tokens = [x[0].transpose(0, 1) for x in (query, key, value)]
-    grouped = query.shape[1] != key.shape[1]
     outs = [
         part(*tokens, dropout_p=dropout, scale=scaling, enable_gqa=grouped) for part in shared_prefix.parts
     ]

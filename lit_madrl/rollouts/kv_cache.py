@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -108,6 +109,19 @@ class RowCache(Cache):  # type: ignore[misc, unused-ignore]
 def build_cache(config: Any, max_rows: int, max_length: int) -> Cache:
     """A ``RowCache`` where every layer of the model has full attention, else the model's own cache."""
     own = DynamicCache(config=config)
-    if own.layers and all(type(layer) is DynamicLayer for layer in own.layers):
-        return RowCache(len(own.layers), max_rows, max_length)
-    return own
+    return RowCache(len(own.layers), max_rows, max_length) if has_full_attention(own) else own
+
+
+def has_full_attention(cache: Cache) -> bool:
+    """Whether every layer of the model that ``cache`` was made for sees all tokens, by their keys and values."""
+    return bool(cache.layers) and all(type(layer) is DynamicLayer for layer in cache.layers)
+
+
+def allows_holes(model: nn.Module) -> bool:
+    """Whether the model can be made to skip columns of its cache, by mask and explicit positions alone.
+
+    True of full attention in all layers when the forward takes ``position_ids``; windows, convolutions and
+    recurrent states go by columns, and so do models that count positions themselves.
+    """
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    return takes_positions and has_full_attention(DynamicCache(config=model.config))

@@ -13,53 +13,60 @@ import torch
 from torch import Tensor, nn
 
 from lit_madrl.rollouts.kv_cache import RowCache, build_cache
+from lit_madrl.rollouts.prefill import Stage
 
 
 class LiveRows:
-    """A model's state for R rows: cache, padding mask and the next position of each.
+    """A model's state for R rows: cache, mask and the next position of each.
 
     Args:
         model: a causal language model of transformers.
-        roots: the token lists to start from.
         max_rows: most rows there will ever be.
-        max_new_tokens: most tokens that will ever be appended to a row.
+        capacity: most columns there will ever be.
         device: of the model's input.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        roots: Sequence[Sequence[int]],
-        max_rows: int,
-        max_new_tokens: int,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, model: nn.Module, max_rows: int, capacity: int, device: torch.device) -> None:
         self.model = model
-        lengths = [len(root) for root in roots]
-        self.width = max(lengths)
-        capacity = self.width + max_new_tokens
-        padded = [[0] * (self.width - len(root)) + list(root) for root in roots]
-        self.ids = torch.tensor(padded, device=device)
-        self.position = torch.tensor(lengths, device=device)
+        self.width = 0
+        self.capacity = capacity
+        self.position = torch.zeros(0, dtype=torch.long, device=device)
         self.mask: Tensor | None = None  # attention is faster without one
-        if min(lengths) < self.width:
-            columns = torch.arange(capacity, device=device)
-            self.mask = (columns >= self.width - self.position[:, None]).long()
         self.cache: Any = build_cache(model.config, max_rows, capacity)
         # transformers renamed the argument in 5.2x; both names are accepted until 5.40, but one warns.
         parameters = inspect.signature(model.forward).parameters
         self.cache_name = "cache" if "cache" in parameters else "past_key_values"
 
-    def prefill(self, tokens: int) -> Tensor:
-        """Next-token logits ``[R, V]`` of the roots; about ``tokens`` tokens go through the model at once."""
-        columns = torch.arange(self.width, device=self.ids.device)
-        position = (columns - self.width + self.position[:, None]).clamp_min(0)
+    def prefill(self, stages: Sequence[Stage], tokens: int) -> Tensor:
+        """Next-token logits ``[R, V]`` of the last stage's rows; about ``tokens`` tokens are computed at once."""
+        for stage in stages:
+            logits = self._extend(stage, tokens)
+        return logits
+
+    def _extend(self, stage: Stage, tokens: int) -> Tensor:
+        parents, kept = (torch.tensor(x, device=self.position.device) for x in (stage.parents, stage.kept))
+        if self.width:
+            self._select(parents)
+            if (kept < self.position).any():
+                seen = self._explicit_mask()[:, : self.width]
+                seen.masked_fill_(seen.cumsum(1) > kept[:, None], 0)
+        self.position = kept
+        new = stage.width
+        padded = [[0] * (new - len(segment)) + list(segment) for segment in stage.segments]
+        ids = torch.tensor(padded, device=kept.device)
+        lengths = torch.tensor([len(segment) for segment in stage.segments], device=kept.device)
+        number = torch.arange(new, device=kept.device) - new + lengths[:, None]  # negative where padded
+        if (number < 0).any():
+            self._explicit_mask()[:, self.width : self.width + new] = number >= 0
+        position = (kept[:, None] + number).clamp_min(0)
         # Left-padded, so any number of columns of all rows is a batch. A model with a cache of its own may
         # not take a prompt in pieces.
-        at_once = max(1, tokens // len(self.ids)) if isinstance(self.cache, RowCache) else self.width
-        for start in range(0, self.width, at_once):
-            end = min(start + at_once, self.width)
-            logits = self._forward(self.ids[:, start:end], position[:, start:end], end)
+        at_once = max(1, tokens // len(padded)) if isinstance(self.cache, RowCache) else new
+        for start in range(0, new, at_once):
+            end = min(start + at_once, new)
+            logits = self._forward(ids[:, start:end], position[:, start:end], self.width + end)
+        self.width += new
+        self.position = kept + lengths
         return logits
 
     def advance(self, parents: Tensor, tokens: Tensor) -> Tensor:
@@ -67,14 +74,23 @@ class LiveRows:
 
         The one operation behind expansion from prompt to group, dropping finished rows and merging.
         """
-        if parents.numel() != self.position.numel() or not is_identity(parents):
-            self.cache.reorder_cache(parents)
-            self.position = self.position[parents]
-            self.mask = None if self.mask is None else self.mask[parents]
+        self._select(parents)
         self.width += 1
         logits = self._forward(tokens[:, None], self.position[:, None], self.width)
         self.position = self.position + 1
         return logits
+
+    def _select(self, parents: Tensor) -> None:
+        if parents.numel() != self.position.numel() or not is_identity(parents):
+            self.cache.reorder_cache(parents)
+            self.position = self.position[parents]
+            self.mask = None if self.mask is None else self.mask[parents]
+
+    def _explicit_mask(self) -> Tensor:
+        if self.mask is None:
+            rows = self.position.numel()
+            self.mask = torch.ones(rows, self.capacity, dtype=torch.long, device=self.position.device)
+        return self.mask
 
     def _forward(self, ids: Tensor, position: Tensor, width: int) -> Tensor:
         output = self.model(

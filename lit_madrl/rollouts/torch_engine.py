@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from lit_madrl.rollouts.base import RolloutEngine
+from lit_madrl.rollouts.kv_cache import allows_holes
 from lit_madrl.rollouts.live_rows import LiveRows, branch
+from lit_madrl.rollouts.prefill import Root, plan, whole
 from lit_madrl.rollouts.sampling import draw
 from lit_madrl.types import Rollouts, Sampling
 
@@ -35,13 +37,22 @@ class TorchEngine(RolloutEngine):
         seed: start of the random stream.
         prefill_tokens: about how many prompt tokens go through the model at once; bounds its activations.
         merge_identical: compute equal partial completions of a prompt once; off only to measure or test.
+        share_prompts: compute a prompt once for all its prefixes; off only to measure or test. Models that
+            cannot skip columns of their cache (:func:`~lit_madrl.rollouts.kv_cache.allows_holes`) never share.
     """
 
-    def __init__(self, seed: int = 0, prefill_tokens: int = 65536, merge_identical: bool = True) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        prefill_tokens: int = 65536,
+        merge_identical: bool = True,
+        share_prompts: bool = True,
+    ) -> None:
         if prefill_tokens < 1:
             raise ValueError(f"prefill_tokens: expected an integer >= 1, got {prefill_tokens}")
         self.prefill_tokens = prefill_tokens
         self.merge_identical = merge_identical
+        self.share_prompts = share_prompts
         self._model: nn.Module | None = None
         self._generator = torch.Generator().manual_seed(seed)
 
@@ -84,8 +95,11 @@ class TorchEngine(RolloutEngine):
 
     def _sample(self, model: nn.Module, request: Request, sampling: Sampling) -> list[Draws]:
         count, device = request.room.numel(), request.room.device
-        rows = LiveRows(model, request.roots, count, int(request.room.max()), device)
-        logits = rows.prefill(self.prefill_tokens)
+        share = self.share_prompts and allows_holes(model)
+        stages = plan(request.roots) if share else whole(request.roots)
+        capacity = sum(stage.width for stage in stages) + int(request.room.max())
+        rows = LiveRows(model, count, capacity, device)
+        logits = rows.prefill(stages, self.prefill_tokens)
         # The roots as the children of themselves: every sample gets its place without a special first step.
         branches = branch(request.root, torch.zeros_like(request.root))
         sample = branches.order
@@ -124,7 +138,7 @@ class Request(NamedTuple):
     prompts: list[list[int]]
     prefixes: list[list[int]]  # N
     prefix_lengths: Tensor  # [N]
-    roots: list[list[int]]  # distinct prompt + prefix
+    roots: list[Root]  # the distinct ones
     root: Tensor  # [N] the root of each sample
     room: Tensor  # [N] most tokens to sample
     is_stop: Tensor  # [V] bool
@@ -147,14 +161,14 @@ class Request(NamedTuple):
         given = flat_prefixes(prefixes, shape)
         longest = flat_limits(limits, sampling, shape)
         check_lengths(prompts, given, longest, getattr(config, "max_position_embeddings", None))
-        index: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+        index: dict[Root, int] = {}
         keys = [tuple(prompt) for prompt in prompts]
         root = [
             index.setdefault((keys[i // shape[1]], tuple(prefix)), len(index))
             for i, prefix in enumerate(given)
         ]
-        roots = [[*prompt, *prefix] for prompt, prefix in index]
-        check_ids("prompts and prefixes", [token for ids in roots for token in ids], config.vocab_size)
+        tokens = [token for root in index for part in root for token in part]
+        check_ids("prompts and prefixes", tokens, config.vocab_size)
         check_ids("stop_ids", stop_ids, config.vocab_size)
         is_stop = torch.zeros(config.vocab_size, dtype=torch.bool)
         is_stop[list(stop_ids)] = True
@@ -163,7 +177,7 @@ class Request(NamedTuple):
             prompts=[list(prompt) for prompt in prompts],
             prefixes=given,
             prefix_lengths=prefix_lengths,
-            roots=roots,
+            roots=list(index),
             root=torch.tensor(root, device=device),
             room=torch.tensor(longest, device=device) - prefix_lengths,
             is_stop=is_stop.to(device),

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -9,16 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    Lfm2Config,
-    Lfm2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-)
 
 from lit_madrl.rollouts import RolloutEngine, TorchEngine
 from lit_madrl.rollouts import live_rows as live_rows_module
@@ -35,66 +25,7 @@ from tests.helpers.engine_contract import (
     next_distribution,
     tiny_qwen3,
 )
-
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.15,
-    "pad_token_id": 0,
-    "eos_token_id": STOP,
-    "bos_token_id": None,
-}
-
-
-def tiny_llama() -> nn.Module:
-    torch.manual_seed(1)
-    return LlamaForCausalLM(LlamaConfig(**SIZES))
-
-
-def tiny_gpt2() -> nn.Module:
-    """Learned positions, and dropout that must not be active."""
-    torch.manual_seed(2)
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_embd=64,
-        n_layer=2,
-        n_head=4,
-        n_positions=64,
-        initializer_range=0.15,
-        resid_pdrop=0.5,
-        eos_token_id=STOP,
-        bos_token_id=None,
-    )
-    return GPT2LMHeadModel(config)
-
-
-def tiny_mistral() -> nn.Module:
-    """Attention that reaches 5 tokens back."""
-    torch.manual_seed(3)
-    return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5))
-
-
-def tiny_lfm2() -> nn.Module:
-    """Convolution states beside attention."""
-    torch.manual_seed(4)
-    config = Lfm2Config(
-        **{**SIZES, "num_hidden_layers": 3},
-        layer_types=["conv", "full_attention", "conv"],
-        block_multiple_of=8,
-    )
-    return Lfm2ForCausalLM(config)
-
-
-FULL_ATTENTION = {"qwen3": tiny_qwen3, "llama": tiny_llama, "gpt2": tiny_gpt2}
-OTHER_CACHES = {"mistral": tiny_mistral, "lfm2": tiny_lfm2}
-ARCHITECTURES = {**FULL_ATTENTION, **OTHER_CACHES}
-
-Architecture = Callable[[], nn.Module]
+from tests.rollouts.architectures import ARCHITECTURES, FULL_ATTENTION, Architecture, tiny_gpt2
 
 
 @pytest.fixture(params=ARCHITECTURES.values(), ids=ARCHITECTURES.keys())
@@ -198,7 +129,8 @@ def assert_same(a: Rollouts, b: Rollouts) -> None:
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize(
-    "setting", [{"merge_identical": False}, {"prefill_tokens": 1}, {"prefill_tokens": 11}]
+    "setting",
+    [{"merge_identical": False}, {"share_prompts": False}, {"prefill_tokens": 1}, {"prefill_tokens": 11}],
 )
 def test_settings_change_no_token(model: nn.Module, name: str, setting: dict[str, Any]) -> None:
     prompts = [*PROMPTS, PROMPTS[0]]
@@ -221,9 +153,10 @@ def test_a_completion_does_not_depend_on_when_others_end() -> None:
 def test_the_models_own_cache_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that answers with another kind of cache is followed."""
     model = tiny_qwen3()
-    ours = engine_for(model).generate(PROMPTS, SAMPLINGS["plain"], [STOP])
+    prefixes = [[[], [4], [4, 4], [6, 7]] * 2 for _ in PROMPTS]
+    ours = engine_for(model).generate(PROMPTS, SAMPLINGS["plain"], [STOP], prefixes)
     monkeypatch.setattr(live_rows_module, "build_cache", lambda *_: None)
-    assert_same(ours, engine_for(model).generate(PROMPTS, SAMPLINGS["plain"], [STOP]))
+    assert_same(ours, engine_for(model).generate(PROMPTS, SAMPLINGS["plain"], [STOP], prefixes))
 
 
 # Work
