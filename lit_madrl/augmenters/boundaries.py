@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Literal
 
-from lit_madrl.augmenters.delimiters import Span, last_boxed, opaque_spans
+from lit_madrl.augmenters.delimiters import Span, opaque_spans
+from lit_madrl.text import last_boxed
 
 Offsets = Sequence[tuple[int, int]]
 """Start and end character of each token; equal for a token without text, such as a termination token."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Literal, NamedTuple
 
+from lit_madrl.text import matching_braces
+
 Kind = Literal["inline", "display", "box", "fence", "code"]
 
 _OPENER = re.compile(
@@ -21,8 +23,6 @@ _OPENER = re.compile(
     """,
     re.VERBOSE | re.MULTILINE,
 )
-_BRACE = re.compile(r"[{}]|\\.", re.DOTALL)
-_BOXED = re.compile(r"\\boxed\s*\{")
 _AMOUNT = re.compile(r"\$(?:\d|<<)")
 _OPENS_MATH = re.compile(r"(?<=\s)\$[A-Za-z0-9\\({<]")
 _NEVER = r"(?!)"
@@ -44,7 +44,7 @@ def opaque_spans(text: str) -> list[Span]:
     reads as an amount of money, a backtick without partner and an unbalanced ``\boxed{`` are plain text; every
     other delimiter that is never closed stays open to the end of the text.
     """
-    braces = _matching_braces(text)
+    braces = matching_braces(text)
     spans: list[Span] = []
     position = 0
     while opener := _OPENER.search(text, position):
@@ -55,17 +55,6 @@ def opaque_spans(text: str) -> list[Span]:
             position, kind = closed
             spans.append(Span(opener.start(), position, kind))
     return spans
-
-
-def last_boxed(text: str) -> tuple[int, int] | None:
-    r"""Start and end of the last balanced, outermost ``\boxed{...}``; None if there is none."""
-    braces = _matching_braces(text)
-    last, position = None, 0
-    while opener := _BOXED.search(text, position):
-        end = braces.get(opener.end())
-        position = end or opener.end()
-        last = (opener.start(), end) if end else last
-    return last
 
 
 def _close(text: str, opener: re.Match[str], braces: dict[int, int]) -> tuple[int, Kind] | None:
@@ -123,14 +112,3 @@ def _balanced(text: str, position: int, opening: str, closing: str, stop: str = 
         if found[3] is not None:
             return None
     return None
-
-
-def _matching_braces(text: str) -> dict[int, int]:
-    """The position after each opening brace to that after its closing one; escaped braces do not count."""
-    matching, opened = {}, []
-    for found in _BRACE.finditer(text):
-        if found[0] == "{":
-            opened.append(found.end())
-        elif found[0] == "}" and opened:
-            matching[opened.pop()] = found.end()
-    return matching

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from lit_madrl.tasks.base import Completions, Verifier
+from lit_madrl.tasks.base import Completions, Verifier, as_scores, check_groups
 from lit_madrl.types import Problem
 
 _ANSWER = re.compile(r"\[\s*([0-9]+)\s*\]")
@@ -32,25 +31,15 @@ class ChainVerifier(Verifier):
             [answer == problem.answer for answer in group]
             for problem, group in zip(problems, found, strict=True)
         ]
-        return _as_tensor(rows)
+        return as_scores(rows)
 
     def well_formed(self, problems: Sequence[Problem], completions: Completions) -> Tensor:
-        return _as_tensor(
+        return as_scores(
             [[answer is not None for answer in group] for group in _answers(problems, completions)]
         )
 
 
 def _answers(problems: Sequence[Problem], completions: Completions) -> list[list[str | None]]:
     """The number in the last ``[ n ]`` of each completion."""
-    if len(problems) != len(completions):
-        raise ValueError(
-            f"completions: expected a group for each of {len(problems)} problems, got {len(completions)}"
-        )
-    sizes = sorted({len(group) for group in completions})
-    if len(sizes) > 1:
-        raise ValueError(f"completions: expected groups of one size, got sizes {sizes}")
+    check_groups(problems, completions)
     return [[next(reversed(_ANSWER.findall(text)), None) for text in group] for group in completions]
-
-
-def _as_tensor(rows: list[list[bool]]) -> Tensor:
-    return torch.tensor(rows, dtype=torch.float32).reshape(len(rows), len(rows[0]) if rows else 0)

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lit_madrl.tasks.base import Categorizer, Completions
+from lit_madrl.tasks.base import Categorizer, Completions, check_groups
 from lit_madrl.types import Problem
 
 _ARTICLES = ("a", "an", "the")
@@ -28,13 +28,7 @@ class ChoiceCategorizer(Categorizer):
     """
 
     def __call__(self, problems: Sequence[Problem], completions: Completions) -> Tensor:
-        if len(problems) != len(completions):
-            raise ValueError(
-                f"completions: expected a group for each of {len(problems)} problems, got {len(completions)}"
-            )
-        sizes = sorted({len(group) for group in completions})
-        if len(sizes) > 1:
-            raise ValueError(f"completions: expected groups of one size, got sizes {sizes}")
+        size = check_groups(problems, completions)
         for problem in problems:
             if not problem.options:
                 raise ValueError(f"Problem.options: expected at least one option, got none in {problem.id!r}")
@@ -42,7 +36,7 @@ class ChoiceCategorizer(Categorizer):
             [_category(tuple(problem.options), text) for text in group]
             for problem, group in zip(problems, completions, strict=True)
         ]
-        return torch.tensor(rows, dtype=torch.long).reshape(len(problems), sizes[0] if sizes else 0)
+        return torch.tensor(rows, dtype=torch.long).reshape(len(problems), size)
 
 
 @lru_cache(maxsize=1 << 15)

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from lit_madrl.augmenters.delimiters import last_boxed, opaque_spans
+from lit_madrl.augmenters.delimiters import opaque_spans
+from lit_madrl.text import last_boxed
 
 
 @pytest.mark.parametrize(

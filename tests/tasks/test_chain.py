@@ -1,14 +1,14 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_madrl.tasks import ChainVerifier
+from lit_madrl.tasks import ChainVerifier, Verifier
 from lit_madrl.types import Problem
+from tests.helpers.judge_contract import Examples
+from tests.helpers.verifier_contract import VerifierContract
 
 SEVEN = Problem("p", "2 + 5 ?", answer="7")
 VERIFIER = ChainVerifier()
@@ -64,25 +64,17 @@ def test_each_group_is_judged_by_its_own_problem() -> None:
     assert formed.tolist() == [[1, 1, 0], [1, 1, 0]]
 
 
-def test_no_problems_and_no_completions_keep_their_shape() -> None:
-    for judge in (VERIFIER, VERIFIER.well_formed):
-        assert judge([], []).shape == (0, 0)
-        assert judge([SEVEN], [[]]).shape == (1, 0)
-
-
-@pytest.mark.parametrize(
-    ("completions", "message"),
-    [
-        ([], "completions: expected a group for each of 2 problems, got 0"),
-        ([["x"], ["x", "y"]], r"completions: expected groups of one size, got sizes \[1, 2\]"),
-    ],
-)
-@pytest.mark.parametrize("judge", [VERIFIER, VERIFIER.well_formed], ids=["correct", "well_formed"])
-def test_bad_completions(judge: Any, completions: list[list[str]], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        judge([SEVEN, SEVEN], completions)
-
-
 def test_a_problem_without_an_answer_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Problem\.answer: expected a number as text, got None in 'q'"):
         VERIFIER([SEVEN, Problem("q", "")], [["[ 7 ]"], ["[ 7 ]"]])
+
+
+class TestContract(VerifierContract):
+    @pytest.fixture
+    def verifier(self) -> Verifier:
+        return VERIFIER
+
+    @pytest.fixture
+    def examples(self) -> Examples:
+        texts = ["[ 7 ]", "+ 5 ; [ 8 ]", "7", "[ 7 ] [ 8"]
+        return [SEVEN, Problem("q", "", answer="8")], [texts, texts]

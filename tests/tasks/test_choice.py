@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_madrl.data.choice_topics import TOPICS, Topic
-from lit_madrl.tasks import ChoiceCategorizer
+from lit_madrl.tasks import Categorizer, ChoiceCategorizer
 from lit_madrl.types import Problem
+from tests.helpers.categorizer_contract import CategorizerContract
+from tests.helpers.judge_contract import Examples
 
 OCEANS = ("Pacific", "Atlantic", "Indian", "Southern", "Arctic")
 METALS = (" iron", " gold", " silver", " copper", " tin")
@@ -130,11 +132,6 @@ def test_each_group_is_judged_by_its_own_problem() -> None:
     assert categories.tolist() == [[4, -1, 2], [-1, 4, 0]]
 
 
-def test_no_problems_and_no_completions_keep_their_shape() -> None:
-    assert ChoiceCategorizer()([], []).shape == (0, 0)
-    assert ChoiceCategorizer()([Problem("a", "", options=OCEANS)], [[]]).shape == (1, 0)
-
-
 @pytest.mark.parametrize(
     ("options", "completions", "message"),
     [
@@ -142,7 +139,6 @@ def test_no_problems_and_no_completions_keep_their_shape() -> None:
         (("tin", "a tin can"), [["x"]], "none contains another, got 'tin' and 'a tin can'"),
         (("Tin", "the tin"), [["x"]], "none contains another"),
         (("tin", "!"), [["x"]], "at least one word, got '!'"),
-        (OCEANS, [], "a group for each of 1 problems, got 0"),
     ],
 )
 def test_bad_input(options: tuple[str, ...], completions: list[list[str]], message: str) -> None:
@@ -150,7 +146,16 @@ def test_bad_input(options: tuple[str, ...], completions: list[list[str]], messa
         ChoiceCategorizer()([Problem("p", "", options=options)], completions)
 
 
-def test_ragged_groups_are_refused() -> None:
-    problem = Problem("p", "", options=OCEANS)
-    with pytest.raises(ValueError, match=r"groups of one size, got sizes \[1, 2\]"):
-        ChoiceCategorizer()([problem, problem], [["x"], ["x", "y"]])
+class TestContract(CategorizerContract):
+    @pytest.fixture
+    def categorizer(self) -> Categorizer:
+        return ChoiceCategorizer()
+
+    @pytest.fixture
+    def num_categories(self) -> int:
+        return 5
+
+    @pytest.fixture
+    def examples(self) -> Examples:
+        problems = [Problem("a", "", options=OCEANS), Problem("b", "", options=METALS)]
+        return problems, [[*OCEANS, "tin", ""], ["tin", "copper", *METALS[:3], "Arctic", "gold or tin"]]
