@@ -71,22 +71,22 @@ def render_solution(question: Question, values: Sequence[int], skipped: Sequence
     return " ".join([*steps, f"[ {values[-1]} ]"])
 
 
-def draw_skips(length: int, probability: float, rng: Random) -> list[bool]:
-    """Which of ``length`` values are skipped: blocks of two steps, the first unwritten, with this probability.
+def draw_skips(length: int, probability: float, rng: Random, run: int = 1) -> list[bool]:
+    """Which of ``length`` values are skipped: with this probability a block of ``run`` of them and a written one.
 
-    The last value is always written, and no two neighbours are skipped.
+    The last value is always written, and no more than ``run`` neighbours are skipped.
     """
     skipped: list[bool] = []
     while len(skipped) < length:
-        skipped += [True, False] if rng.random() < probability else [False]
+        skipped += [True] * run + [False] if rng.random() < probability else [False]
     return [*skipped[: length - 1], False]
 
 
-def reference_solution(question: Question, modulus: int, skip: float) -> str:
+def reference_solution(question: Question, modulus: int, skip: float, run: int = 1) -> str:
     """The correct solution in another style than the student's own; its skips depend on the question alone."""
     rng = seeded("chain reference", render_prompt(question))
     return render_solution(
-        question, chain_values(question, modulus), draw_skips(len(question.operations), skip, rng)
+        question, chain_values(question, modulus), draw_skips(len(question.operations), skip, rng, run)
     )
 
 
@@ -162,6 +162,8 @@ class ChainDataModule(PromptDataModule):
             empty draws all operations uniformly.
         modulus: values are in [0, modulus); large enough that a student's errors cannot cancel.
         reference_skip: probability of a skip for each block of a reference.
+        reference_run: values that a skip leaves out. Every one more multiplies what a student must know to imitate the
+            reference by 16, the number of operations.
         student: whose trajectories to train on, one in ``metadata["completions"]`` of each training question,
             which is then drawn from the student's own lengths.
         batch_size: see :class:`PromptDataModule`, as for the other arguments.
@@ -173,6 +175,7 @@ class ChainDataModule(PromptDataModule):
         hard_pairs: Sequence[int] = (7, 8),
         modulus: int = 53,
         reference_skip: float = 0.4,
+        reference_run: int = 1,
         student: Student | None = None,
         batch_size: int = 16,
         eval_batch_size: int = 99,
@@ -187,10 +190,12 @@ class ChainDataModule(PromptDataModule):
         longest = max((*lengths, *(student.lengths if student else ())))
         require_at_least(max(11, _MISTAKE * longest + longest // 2 + 1), modulus=modulus)
         _check_probability("reference_skip", reference_skip)
+        require_at_least(1, reference_run=reference_run)
         self.lengths = tuple(lengths)
         self.hard_pairs = tuple(hard_pairs)
         self.modulus = modulus
         self.reference_skip = reference_skip
+        self.reference_run = reference_run
         self.student = student
 
     @property
@@ -229,7 +234,7 @@ class ChainDataModule(PromptDataModule):
             id=name,
             prompt=render_prompt(question),
             answer=str(chain_values(question, self.modulus)[-1]),
-            reference=reference_solution(question, self.modulus, self.reference_skip),
+            reference=reference_solution(question, self.modulus, self.reference_skip, self.reference_run),
             metadata={"length": len(operations), "hard_pairs": sum(op in HARD for op in operations)},
         )
 
