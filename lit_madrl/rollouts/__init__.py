@@ -2,5 +2,7 @@
 
 from lit_madrl.rollouts.base import RolloutEngine
 from lit_madrl.rollouts.torch_engine import TorchEngine
+from lit_madrl.rollouts.vllm_engine import VLLMEngine
+from lit_madrl.rollouts.vllm_server import VLLMServerEngine
 
-__all__ = ["RolloutEngine", "TorchEngine"]
+__all__ = ["RolloutEngine", "TorchEngine", "VLLMEngine", "VLLMServerEngine"]

