@@ -1,4 +1,4 @@
-"""The command line: ``python cli.py {fit,validate,test} -c CONFIG.yaml [--model.init_args.… VALUE]``."""
+"""The command line: ``python cli.py {fit,validate,test} -c CONFIG.yaml [--model.init_args.… VALUE]``; ``export``."""
 
 from __future__ import annotations
 
@@ -7,22 +7,42 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import transformers
+from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 
 # Imported for their names: a YAML file says `class_path: ForwardKL` for any class in them.
-from lit_madrl import augmenters, callbacks, data, learners, policy, rewards, rollouts, tasks, types
-from lit_madrl.callbacks import CompletionTable, RunLog
+from lit_madrl import (
+    augmenters,
+    callbacks,
+    data,
+    export,
+    learners,
+    policy,
+    rewards,
+    rollouts,
+    strategies,
+    tasks,
+    types,
+)
+from lit_madrl.callbacks import (
+    AtomicCheckpointIO,
+    CompletionTable,
+    RunLog,
+    SaveOnSignal,
+    checked_checkpoint,
+    newest_checkpoint,
+)
 from lit_madrl.cli_errors import check_subcommand, one_line_errors
 from lit_madrl.data import PromptDataModule
 from lit_madrl.learners import PolicyLearner
 
-_COMPONENTS = (augmenters, learners, policy, rewards, rollouts, tasks, data, callbacks, types)
+_COMPONENTS = (augmenters, learners, policy, rewards, rollouts, tasks, data, callbacks, strategies, types)
 
 
 class MadrlCLI(LightningCLI):
@@ -50,9 +70,25 @@ class MadrlCLI(LightningCLI):
             super().parse_arguments(*args, **kwargs)
 
     def instantiate_classes(self) -> None:
-        """Build data, learner and trainer, and explain a wrong argument in one line."""
+        """Build data, learner and trainer, find the checkpoint, and explain a wrong argument in one line."""
         with one_line_errors(_COMPONENTS):
             super().instantiate_classes()
+            self.config_init[self.subcommand].ckpt_path = self._checkpoint()
+
+    def _checkpoint(self) -> str | None:
+        """Which checkpoint ``ckpt_path`` means; none when a run is to begin."""
+        given = self.config[self.subcommand].ckpt_path
+        if given != "last":
+            known = given is None or given in ("best", "hpc") or "://" in str(given)
+            return given if known else str(checked_checkpoint(given, to_fit=self.subcommand == "fit"))
+        used: list[L.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        places = [callback.dirpath for callback in used if isinstance(callback, ModelCheckpoint)]
+        places += [callback.folder for callback in used if isinstance(callback, SaveOnSignal)]
+        folders = sorted({str(place) for place in places})
+        newest = newest_checkpoint(folders)
+        if newest is None and self.subcommand != "fit":
+            raise ValueError(f"ckpt_path: expected a checkpoint in {' or '.join(folders)}, found none")
+        return None if newest is None else str(newest)
 
     def _parse_ckpt_path(self) -> None:
         """Do nothing: Lightning would let a checkpoint's arguments silently override the ones given."""
@@ -62,8 +98,9 @@ class MadrlCLI(LightningCLI):
         config = self.config[self.subcommand]
         folder, given = Path(config.run_dir), config.trainer
         if given.logger in (None, True):
+            resumed: Literal["none", "before"] = "none" if config.ckpt_path is None else "before"
             kwargs["logger"] = [
-                RunLog(folder, resumed=config.get("ckpt_path") is not None),
+                RunLog(folder, earlier=resumed if self.subcommand == "fit" else "all"),
                 TensorBoardLogger(folder, name="", version="", sub_dir="tensorboard"),
             ]
         if given.default_root_dir is None:
@@ -72,9 +109,16 @@ class MadrlCLI(LightningCLI):
         used: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, CompletionTable) for callback in used):
             used.insert(0, CompletionTable())
+        if not any(isinstance(callback, SaveOnSignal) for callback in used):
+            used.append(SaveOnSignal())  # the last: it ends the step when all others are done with it
         for callback in used:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
                 callback.dirpath = str(folder / "checkpoints")
+            if isinstance(callback, SaveOnSignal) and callback.folder is None:
+                callback.folder = str(folder / "checkpoints")
+        strategy = trainer.strategy
+        if type(strategy.checkpoint_io) is TorchCheckpointIO:
+            strategy.checkpoint_io = AtomicCheckpointIO()
         return trainer
 
 
@@ -86,9 +130,14 @@ def _as_seed(seed: bool | int) -> int:
     return 0 if seed is True or seed is False else seed
 
 
-def main(args: Sequence[str] | None = None) -> MadrlCLI:
+def main(args: Sequence[str] | None = None) -> MadrlCLI | None:
     """Run the command line on ``args`` (default: the program's own)."""
-    check_subcommand(sys.argv[1:] if args is None else args, tuple(MadrlCLI.subcommands()))
+    given = sys.argv[1:] if args is None else list(args)
+    check_subcommand(given, (*MadrlCLI.subcommands(), "export"))
+    if given[0] == "export":  # needs neither trainer nor data
+        with one_line_errors(_COMPONENTS):
+            export.main(given[1:])
+        return None
     with warnings.catch_warnings():
         _quiet_lightning()
         return MadrlCLI(

@@ -12,8 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from transformers import AutoModelForCausalLM
 
 from lit_madrl.learners import GRPOLearner
+from lit_madrl.report import read_series
 from tests.helpers.running import CONFIGS, ROOT, run, small
 
 BASE = CONFIGS / "choice" / "base.yaml"
@@ -37,8 +39,8 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str
 
 MISTAKES = [
     (("-c", BASE, "fit"), "the subcommand comes first: cli.py fit -c"),
-    ((), "expected a subcommand (fit, validate, test)"),
-    (("-c", BASE), "expected a subcommand (fit, validate, test)"),
+    ((), "expected a subcommand (fit, validate, test, export)"),
+    (("-c", BASE), "expected a subcommand (fit, validate, test, export)"),
     (("fitt", "-c", BASE), "unknown subcommand 'fitt'"),
     (("fit", "-c", "nowhere.yaml"), "nowhere.yaml"),
     (("fit", "-c", BASE, "--model.init_args.rewards", "ForwrdKL"), "'ForwrdKL' (did you mean ForwardKL?)"),
@@ -162,9 +164,85 @@ def test_a_checkpoint_does_not_override_given_arguments(tiny_choice: Path, tmp_p
     assert cli.trainer.global_step == 2
 
 
-def test_a_missing_checkpoint_is_an_error(tiny_choice: Path, tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="nowhere"):
-        run("fit", "-c", BASE, *small(tiny_choice, tmp_path), "--ckpt_path", tmp_path / "nowhere.ckpt")
+def test_a_wrong_checkpoint_gets_one_line(
+    tiny_choice: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("-c", BASE, *small(tiny_choice, tmp_path), "--ckpt_path")
+    (tmp_path / "broken.ckpt").write_bytes(b"half a checkpoint")
+    torch.save({"state_dict": {}}, tmp_path / "weights.ckpt")
+    for command, given, expected in (
+        ("fit", tmp_path / "nowhere.ckpt", "expected 'last' or a checkpoint, got"),
+        ("fit", tmp_path / "broken.ckpt", "expected a checkpoint, got"),
+        ("fit", tmp_path / "weights.ckpt", "expected the checkpoint of a run, got"),
+        ("test", "last", f"expected a checkpoint in {tmp_path / 'checkpoints'}, found none"),
+    ):
+        line = complaint(capsys, command, *arguments, given)
+        assert line.startswith(f"error: ckpt_path: {expected}")
+        assert str(tmp_path) in line
+
+
+def test_the_last_checkpoint(tiny_choice: Path, tmp_path: Path) -> None:
+    """One command begins a run and goes on with it; evaluations add to the log and take the trained weights."""
+    arguments = ("-c", BASE, *small(tiny_choice, tmp_path), "--ckpt_path", "last")
+    save = ("--trainer.callbacks.every_n_train_steps", "1")
+    for steps in (1, 3):
+        cli = run("fit", *arguments, *save, "--trainer.max_steps", str(steps))
+        assert cli.trainer.global_step == steps
+    assert read_series(tmp_path, "train/prompts") == ([1, 2, 3], [2.0, 4.0, 6.0])
+    trained = cli.model.trained_policy.state_dict()
+    cli = run("test", *arguments)
+    assert all(
+        torch.equal(weight, trained[name]) for name, weight in cli.model.trained_policy.state_dict().items()
+    )
+    assert read_series(tmp_path, "train/prompts")[0] == [1, 2, 3]
+    assert len(read_series(tmp_path, "test/jsd")[1]) == 1
+
+
+def test_validation_is_logged_at_the_step_of_training(tiny_choice: Path, tmp_path: Path) -> None:
+    """With two optimizer steps a batch the number of batches is another one."""
+    run(
+        *("fit", "-c", BASE, *small(tiny_choice, tmp_path), "--trainer.max_steps", "4"),
+        *("--model.init_args.objective.inner_epochs", "2", "--trainer.val_check_interval", "1"),
+    )
+    assert read_series(tmp_path, "train/loss")[0] == read_series(tmp_path, "val/jsd")[0] == [2, 4]
+
+
+def assert_exports(run_dir: Path) -> None:
+    """The last checkpoint, without being told the configuration, gives the model that the run exported at its end."""
+    run("export", "--ckpt_path", run_dir / "checkpoints" / "last.ckpt", "--output", run_dir / "exported")
+    exported, at_end = (
+        AutoModelForCausalLM.from_pretrained(run_dir / name).state_dict() for name in ("exported", "model")
+    )
+    assert exported.keys() == at_end.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in at_end.items())
+
+
+def test_export(tiny_choice: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("fit", "-c", BASE, *small(tiny_choice, tmp_path), "--trainer.callbacks.every_n_train_steps", "1")
+    assert_exports(tmp_path)
+    assert f"{tmp_path / 'exported'}: written" in capsys.readouterr().out
+    missing = tmp_path / "nowhere.ckpt"
+    line = complaint(capsys, "export", "--ckpt_path", missing, "--output", tmp_path / "none")
+    assert line == f"error: ckpt_path: expected a checkpoint, got {str(missing)!r}, which is none"
+
+
+def test_two_processes_shard_a_whole_run(tiny_choice: Path, tmp_path: Path) -> None:
+    """FSDP2 with validation, a checkpoint in shares, taken up again, and an export at the end."""
+    for steps in (1, 2):
+        command = [
+            *(sys.executable, str(ROOT / "cli.py"), "fit", "-c", str(BASE)),
+            *("-c", str(CONFIGS / "scale" / "fsdp.yaml"), *small(tiny_choice, tmp_path)),
+            *("--trainer.devices", "2", "--trainer.max_steps", str(steps), "--ckpt_path", "last"),
+            *("--trainer.val_check_interval", "1", "--trainer.precision", "bf16-mixed"),
+            *("--trainer.strategy.init_args.save_distributed_checkpoint", "true"),
+            *("--trainer.callbacks.every_n_train_steps", "1"),
+        ]
+        finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert finished.returncode == 0, finished.stderr[-2000:]
+    assert (tmp_path / "checkpoints" / "last.ckpt").is_dir()
+    assert read_series(tmp_path, "train/prompts") == ([1, 2], [4.0, 8.0])
+    assert len(read_series(tmp_path, "val/jsd")[1]) == 2
+    assert_exports(tmp_path)
 
 
 def test_two_processes_make_a_whole_run(tiny_choice: Path, tmp_path: Path) -> None:

@@ -7,21 +7,23 @@ from typing import Any
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lit_madrl.learners.collector import Collector, stack_targets
-from lit_madrl.learners.evaluation import Evaluation
+from lit_madrl.learners.evaluation import Evaluation, option_probabilities
+from lit_madrl.learners.random_state import hash_seed, random_state, set_random_state
+from lit_madrl.learners.ranks import global_sum, of_all_ranks
 from lit_madrl.learners.rows import MicroBatch
 from lit_madrl.learners.schedule import Schedule
 from lit_madrl.policy.build import PolicyConfig, export
-from lit_madrl.policy.packing import pack
 from lit_madrl.policy.policy import Policy
+from lit_madrl.policy.sharding import clip_gradient, meet, rollout_weights
 from lit_madrl.rollouts import TorchEngine
 from lit_madrl.rollouts.base import RolloutEngine
+from lit_madrl.strategies import FullySharded
 from lit_madrl.tasks.base import Categorizer, Verifier
 from lit_madrl.types import Problem, Sampling
 
@@ -101,14 +103,18 @@ class PolicyLearner(L.LightningModule):
             }
         )
         self._steps_recorded = 0
-        self._engine_states: list[dict[str, Any]] | None = None
+        self._rank_states: list[dict[str, Any]] = []
 
     # building
 
     def configure_model(self) -> None:
         """Build the policy once a process (Lightning asks before every stage)."""
         if self.policy is None:
-            self.policy = self.policy_config.build()
+            self.policy = self._build()
+
+    def _build(self) -> Policy:
+        strategy = getattr(self._trainer, "strategy", None)
+        return self.policy_config.build(strategy.sharding if isinstance(strategy, FullySharded) else None)
 
     @property
     def collector(self) -> Collector:
@@ -145,18 +151,23 @@ class PolicyLearner(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
     def on_fit_start(self) -> None:
-        """Give every rank its own sampling stream, or the one it had when the checkpoint was written.
+        """Refuse what cannot be trained with.
 
         Raises:
             ValueError: the trainer's precision scales gradients, which clipping and the finite check would see.
         """
         if str(self.trainer.precision) == "16-mixed":
-            raise ValueError(
-                "trainer.precision: expected '32-true', 'bf16-mixed' or 'bf16-true', got '16-mixed'"
-            )
-        states = self._engine_states
-        if states is not None and len(states) == self.trainer.world_size:
-            self.engine.load_state_dict(states[self.global_rank])
+            raise ValueError("trainer.precision: expected 32-true, bf16-mixed or bf16-true, got 16-mixed")
+
+    def on_train_start(self) -> None:
+        """Give every rank a sampling stream of its own, or all random streams it had when the checkpoint was written.
+
+        Here, since some strategies load checkpoints after ``on_fit_start`` and building the loaders draws numbers.
+        """
+        if len(self._rank_states) == self.trainer.world_size:
+            state = self._rank_states[self.global_rank]
+            self.engine.load_state_dict(state["engine"])
+            set_random_state(state["random"], self.device)
         else:
             self.engine.seed(hash_seed(self.seed, self.global_rank, self.prompt_cursor))
 
@@ -181,7 +192,7 @@ class PolicyLearner(L.LightningModule):
                 # Data-parallel strategies average gradients over ranks; the loss is a share of the global sum.
                 self.manual_backward(value * self.trainer.world_size)
             total += value.detach()
-        norm = torch.nn.utils.clip_grad_norm_(self.trained_policy.parameters(), self.max_grad_norm)
+        norm = clip_gradient(self.trained_policy, self.max_grad_norm)
         if not (bool(total.isfinite()) and bool(norm.isfinite())):
             raise FloatingPointError(
                 f"optimizer step {self.global_step}: expected a finite loss and gradient, got loss {float(total)} and "
@@ -194,11 +205,8 @@ class PolicyLearner(L.LightningModule):
 
     def global_sum(self, *values: float) -> list[float]:
         """Each value summed over all ranks."""
-        if self.trainer.world_size == 1:
-            return list(values)
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor)
-        return [float(value) for value in tensor]
+        meet(self.trained_policy)
+        return list(values) if self.trainer.world_size == 1 else global_sum(values, self.device)
 
     def learning_rate(self) -> float:
         """The learning rate of the next optimizer step."""
@@ -233,8 +241,11 @@ class PolicyLearner(L.LightningModule):
         self._evaluate("test", batch, batch_idx)
 
     def _evaluate(self, split: str, problems: list[Problem], batch_idx: int) -> None:
-        if not problems:  # a rank that has run out of prompts
-            return
+        with rollout_weights(self.trained_policy):
+            if problems:  # else a rank that has run out of prompts
+                self._measure(split, problems, batch_idx)
+
+    def _measure(self, split: str, problems: list[Problem], batch_idx: int) -> None:
         # The same seed at every evaluation: curves compare weights, not draws; and training's stream is left alone.
         training_stream = self.engine.state_dict()
         self.engine.seed(hash_seed(self.seed, self.global_rank, batch_idx, 1))
@@ -249,20 +260,8 @@ class PolicyLearner(L.LightningModule):
         )
 
     def option_probabilities(self, problems: Sequence[Problem]) -> Tensor | None:
-        """Exact probability ``[P, K]`` of each option, stop token included, by teacher forcing.
-
-        None when some problem's options cannot be enumerated.
-        """
-        if not all(problem.options for problem in problems):
-            return None
-        collector = self.collector
-        stop = collector.stop_ids(self.eval_sampling)[-1]
-        prompts = collector.encode_prompts(problems)
-        groups = [[collector.encode_completion(o, stop) for o in p.options] for p in problems]
-        packed = pack(prompts, groups).to(self.device)
-        with torch.no_grad():
-            logprobs = packed.row_sums(self.trained_policy(packed))
-        return logprobs.double().exp().view(len(problems), -1)
+        """Exact probability ``[P, K]`` of each option; None when some problem's options cannot be enumerated."""
+        return option_probabilities(self.collector, problems, self.eval_sampling)
 
     def on_validation_epoch_end(self) -> None:
         """Log the split's numbers."""
@@ -276,44 +275,44 @@ class PolicyLearner(L.LightningModule):
         evaluation: Any = self.evaluations[split]
         # A rank that ran out of prompts takes part in the collectives all the same.
         seen = [count > 0 for count in self.global_sum(*evaluation.seen())]
-        for name, value in evaluation.compute(seen).items():
-            shown = name in ("jsd", "off_support_rate")
-            self.log(f"{split}/{name}", value.float(), prog_bar=shown, rank_zero_only=False)
+        numbers = {f"{split}/{name}": value.float() for name, value in evaluation.compute(seen).items()}
+        fitting = self.trainer.state.fn == "fit"
+        for name, value in numbers.items():
+            self.log(
+                name,
+                value,
+                prog_bar=name in (f"{split}/jsd", f"{split}/off_support_rate"),
+                logger=not fitting,
+            )
+        # Lightning would log them at the number of batches; training's numbers are at that of optimizer steps.
+        for logger in self.loggers if fitting and not self.trainer.sanity_checking else ():
+            logger.log_metrics({name: float(value) for name, value in numbers.items()}, step=self.global_step)
 
     # resuming and exporting
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what the weights do not say: the data's place and every rank's sampling stream."""
-        states: list[Any] = [self.engine.state_dict()]
-        if self.trainer.world_size > 1:
-            states = [None] * self.trainer.world_size
-            dist.all_gather_object(states, self.engine.state_dict())
+        """Add what the weights do not say: the data's place and every rank's random streams."""
+        own = {"engine": self.engine.state_dict(), "random": random_state(self.device)}
         checkpoint["lit_madrl"] = {
             "prompt_cursor": self.prompt_cursor,
-            "engine_states": states,
+            "rank_states": of_all_ranks(own, self.trainer.world_size),
             "steps_recorded": self._steps_recorded,
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take up the data and the sampling streams where the checkpoint left them."""
+        """Take up the data and the random streams where the checkpoint left them."""
+        if "lit_madrl" not in checkpoint:
+            raise ValueError(
+                "ckpt_path: expected a checkpoint of a lit_madrl learner, got one of something else"
+            )
         state = checkpoint["lit_madrl"]
         self.prompt_cursor = state["prompt_cursor"]
-        self._engine_states = state["engine_states"]
+        self._rank_states = state["rank_states"]
         self._steps_recorded = state["steps_recorded"]
 
     def on_fit_end(self) -> None:
         """Write the trained model as a transformers folder."""
-        if (
-            self.export_to is not None
-            and self.trainer.is_global_zero
-            and not getattr(self.trainer, "fast_dev_run", False)
-        ):
-            export(self.trained_policy, self.tokenizer, self.export_to)
-
-
-def hash_seed(*parts: int) -> int:
-    """One seed from several numbers; different tuples practically never share one."""
-    value = 0
-    for part in parts:
-        value = (value * 6364136223846793005 + part + 1442695040888963407) % 2**63
-    return value
+        if self.export_to is not None and not getattr(self.trainer, "fast_dev_run", False):
+            whole = self.policy_config.gathered(self.trained_policy)
+            if whole is not None and self.trainer.is_global_zero:
+                export(whole, self.tokenizer, self.export_to)

@@ -8,6 +8,7 @@ from typing import cast
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
+from lit_madrl.learners.collector import Collector
 from lit_madrl.metrics import (
     AverageAtK,
     CategoryCoverage,
@@ -19,7 +20,7 @@ from lit_madrl.metrics import (
     PassAtK,
     ReverseKLDivergence,
 )
-from lit_madrl.types import Scores
+from lit_madrl.types import Problem, Sampling, Scores
 
 DIVERGENCES: dict[
     str, type[JensenShannonDivergence | L2Divergence | ForwardKLDivergence | ReverseKLDivergence]
@@ -95,6 +96,21 @@ class Evaluation(nn.Module):
         for metrics in (self.sampled, self.exact, self.correctness):
             metrics.reset()
         return values
+
+
+def option_probabilities(
+    collector: Collector, problems: Sequence[Problem], sampling: Sampling
+) -> Tensor | None:
+    """Exact probability ``[P, K]`` of each option, stop token included, by teacher forcing.
+
+    None when some problem's options cannot be enumerated.
+    """
+    if not all(problem.options for problem in problems):
+        return None
+    stop = collector.stop_ids(sampling)[-1]
+    groups = [[collector.encode_completion(o, stop) for o in p.options] for p in problems]
+    _, totals = collector.logprobs(collector.encode_prompts(problems), groups)
+    return totals.double().exp().view(len(problems), -1)
 
 
 def _distribution_metrics(k: int, exact: bool = False) -> dict[str, Metric | MetricCollection]:

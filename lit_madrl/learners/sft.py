@@ -7,6 +7,7 @@ from collections import Counter
 from torch import Tensor
 
 from lit_madrl.learners.base import PolicyLearner
+from lit_madrl.learners.ranks import equally_many
 from lit_madrl.learners.rows import Denominators, MicroBatch, Row, merge_rows, micro_batches
 from lit_madrl.types import Problem
 
@@ -42,7 +43,7 @@ class SFTLearner(PolicyLearner):
             return -(batch.weights * logprobs).sum()
 
         rate = self.learning_rate()
-        total, norm = self.optimizer_step_over(batches, loss)
+        total, norm = self.optimizer_step_over(equally_many(batches, self.trained_policy), loss)
         self.prompt_cursor += int(prompts_all)
         (total,) = self.global_sum(total)
         numbers = {"loss": total, "grad_norm": norm, "lr": rate, "prompts": float(self.prompt_cursor)}

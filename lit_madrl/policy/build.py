@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.initialization import no_init_weights
 
 from lit_madrl.policy.policy import Packing, Policy
+from lit_madrl.policy.sharding import Sharding, parameters_on_meta, shard_and_load, whole_weights
 
 
 @dataclass(frozen=True)
@@ -38,15 +46,56 @@ class PolicyConfig:
         """The model's own tokenizer."""
         return AutoTokenizer.from_pretrained(_checked(self.pretrained))
 
-    def build(self) -> Policy:
+    def build(self, sharding: Sharding | None = None) -> Policy:
         """The policy with its pretrained weights.
+
+        With ``sharding`` a collective operation: rank 0 alone reads the weights, to host memory, and every rank
+        receives its share of one tensor after the other.
 
         Raises:
             ValueError: ``pretrained`` looks like a local folder and is none.
         """
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            _checked(self.pretrained), dtype=getattr(torch, self.dtype)
-        )
+        if sharding is None:
+            return self._finish(
+                AutoModelForCausalLM.from_pretrained(
+                    _checked(self.pretrained), dtype=getattr(torch, self.dtype)
+                )
+            )
+        weights = self.build().state_dict() if sharding.mesh.get_rank() == 0 else {}
+        return shard_and_load(self.skeleton(), weights, sharding)
+
+    def skeleton(self) -> Policy:
+        """The policy with parameters on the meta device: shapes without values."""
+        config = AutoConfig.from_pretrained(_checked(self.pretrained))
+        with parameters_on_meta(), no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, self.dtype))
+            model.tie_weights()
+            return self._finish(model)
+
+    def restore(self, weights: Mapping[str, Tensor]) -> Policy:
+        """The policy with the weights of a checkpoint.
+
+        Raises:
+            ValueError: they are those of another model or of other adapters.
+        """
+        policy = self.build()
+        try:
+            policy.load_state_dict(weights)
+        except RuntimeError as error:
+            first = next(line.strip() for line in str(error).splitlines()[1:])
+            raise ValueError(
+                f"checkpoint: expected weights of {self.pretrained!r} with lora={self.lora}, got others: {first}"
+            ) from error
+        return policy
+
+    def gathered(self, policy: Policy) -> Policy | None:
+        """A policy of this configuration with all its weights, if they are sharded on rank 0 alone. Collective."""
+        if policy.sharding is None:
+            return policy
+        weights = whole_weights(policy)
+        return self.restore(weights) if policy.sharding.mesh.get_rank() == 0 else None
+
+    def _finish(self, model: PreTrainedModel) -> Policy:
         if self.lora is not None:
             model = _add_adapters(model, self.lora)
         if self.gradient_checkpointing:

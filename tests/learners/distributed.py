@@ -1,6 +1,6 @@
 """Runs on one process with the joined batch, or on two with half of it each; see test_distributed.py.
 
-As a script, ``python -m tests.learners.distributed MODEL_FOLDER OUTPUT_FOLDER`` is one of the two processes.
+As a script, ``python -m tests.learners.distributed MODEL_FOLDER OUTPUT_FOLDER STRATEGY`` is one of the two processes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lit_madrl.data import ChoiceDataModule
 from lit_madrl.learners import GRPOLearner, Objective, Schedule, SFTLearner
 from lit_madrl.learners.base import PolicyLearner
 from lit_madrl.rewards import ForwardKL
+from lit_madrl.strategies import FullySharded
 from lit_madrl.types import Sampling
 from tests.helpers.learning import (
     EOS,
@@ -33,8 +36,13 @@ from tests.helpers.learning import (
     fit,
     tokenizer_of,
     trainer_for,
-    weights,
 )
+
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "ddp": lambda: "ddp",
+    "sharded": FullySharded,
+    "sharded, rollouts layer by layer": lambda: FullySharded(gather_rollouts=False),
+}
 
 WORDS = [" one", " two words", " a much longer answer, of many more words than the others have", ""]
 PROBLEMS = [
@@ -62,11 +70,25 @@ class Record(Gradients):
         self.logged: list[dict[str, float]] = []
         self.completions: list[Any] = []
 
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        named = pl_module.trained_policy.model.named_parameters()
+        self.steps.append({name: whole(p.grad).clone() for name, p in named if p.grad is not None})
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         numbers = trainer.logger.steps[-1]
         self.logged.append({name: value for name, value in numbers.items() if "seconds" not in name})
         if isinstance(pl_module, GRPOLearner) and pl_module.experience is not None:
             self.completions.append(pl_module.experience.rollouts.completions())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be divided over ranks; a collective operation."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def weights(learner: PolicyLearner) -> dict[str, Tensor]:
+    """A copy of the weights by parameter name of the model."""
+    return {name: whole(p.detach()).clone() for name, p in learner.trained_policy.model.named_parameters()}
 
 
 def trained(learner: PolicyLearner, ranks: int, steps: int = 2) -> dict[str, Any]:
@@ -81,7 +103,8 @@ def trained(learner: PolicyLearner, ranks: int, steps: int = 2) -> dict[str, Any
 
 
 def on(ranks: int) -> dict[str, Any]:
-    return {"strategy": "ddp", "devices": 2} if ranks == 2 else {}
+    """The trainer's arguments; each of two processes is told its strategy by the environment."""
+    return {"strategy": STRATEGIES[os.environ["STRATEGY"]](), "devices": 2} if ranks == 2 else {}
 
 
 def sft(folder: Path, ranks: int, micro_batch_tokens: int | None) -> dict[str, Any]:
@@ -167,12 +190,13 @@ SCENARIOS: dict[str, Callable[[Path, int], dict[str, Any]]] = {
 }
 
 
-def main(folder: Path, output: Path) -> None:
+def main(folder: Path, output: Path, strategy: str) -> None:
     torch.set_num_threads(1)
+    os.environ["STRATEGY"] = strategy
     results = {name: scenario(folder, 2) for name, scenario in SCENARIOS.items()}
     results["resumed"] = resumed(folder, 2, output)
     torch.save(results, output / f"rank{os.environ['LOCAL_RANK']}.pt")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

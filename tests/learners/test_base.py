@@ -206,7 +206,7 @@ def test_weights_alone_are_not_enough_to_resume(straight: tuple[GRPOLearner, Dia
     """What the checkpoint holds beside them; loadable without running code."""
     state = torch.load(straight[2], weights_only=True)["lit_madrl"]
     assert state["prompt_cursor"] == 9
-    assert len(state["engine_states"]) == 1
+    assert len(state["rank_states"]) == 1
     assert all(isinstance(number, int) for number in state["reference"])
     assert len(state["reference"]) == len(list(straight[0].trained_policy.parameters()))
 
@@ -261,6 +261,16 @@ def test_adapters_resume(tiny_choice: Path, tmp_path: Path) -> None:
 def test_a_wrong_path_is_an_error(tiny_choice: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere"):
         run(tiny_choice, tmp_path, tmp_path / "nowhere.ckpt")
+
+
+def test_a_checkpoint_of_something_else_is_an_error(
+    tiny_choice: Path, straight: tuple[GRPOLearner, Diary, Path], tmp_path: Path
+) -> None:
+    content = torch.load(straight[2])
+    del content["lit_madrl"]
+    torch.save(content, tmp_path / "other.ckpt")
+    with pytest.raises(ValueError, match="ckpt_path: expected a checkpoint of a lit_madrl learner"):
+        run(tiny_choice, tmp_path, tmp_path / "other.ckpt")
 
 
 def test_seeds_make_runs(tiny_choice: Path, tmp_path: Path) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,54 +10,31 @@ import pytest
 import torch
 
 from tests.helpers.learning import assert_same
+from tests.helpers.processes import run_ranks
 from tests.learners.distributed import SCENARIOS
 
 Results = dict[str, Any]
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-@pytest.fixture(scope="module")
-def ranks(tiny_choice: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Results]:
-    """What each of two processes reports of all scenarios; they are started once."""
+@pytest.fixture(scope="module", params=["ddp", "sharded"])
+def ranks(
+    request: pytest.FixtureRequest, tiny_choice: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Results, Results]:
+    """What each of two processes reports of all scenarios; they are started once a strategy."""
     output = tmp_path_factory.mktemp("ranks")
-    environment = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "NODE_RANK": "0",
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    command = [sys.executable, "-m", "tests.learners.distributed", str(tiny_choice), str(output)]
-    processes = [
-        subprocess.Popen(
-            command,
-            env=environment | {"LOCAL_RANK": str(rank)},
-            cwd=Path(__file__).parents[2],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        logs = [process.communicate(timeout=200)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, log in zip(processes, logs, strict=True):
-        assert process.returncode == 0, log[-4000:]
+    run_ranks("tests.learners.distributed", tiny_choice, output, request.param)
     first, second = (torch.load(output / f"rank{rank}.pt", weights_only=False) for rank in range(2))
     return first, second
 
 
+@cache
+def on_one_process(name: str, folder: Path) -> dict[str, Any]:
+    return SCENARIOS[name](folder, 1)
+
+
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_two_ranks_equal_one(name: str, ranks: tuple[Results, Results], tiny_choice: Path) -> None:
-    expected = SCENARIOS[name](tiny_choice, 1)
+    expected = on_one_process(name, tiny_choice)
     for got in (ranks[0][name], ranks[1][name]):
         assert got.keys() == expected.keys()
         for step, gradients in enumerate(expected.get("gradients", [])):
