@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
+import json
+import re
 import warnings
 from pathlib import Path
 
 import pytest
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from lit_madrl.learners import GRPOLearner
 from lit_madrl.report import read_series
+from tests.helpers.processes import process_group_of_its_own
 from tests.helpers.running import CONFIGS, ROOT, run, small
 
 BASE = CONFIGS / "choice" / "base.yaml"
@@ -23,33 +25,37 @@ ALIVE = (
     *("--model.init_args.score_truncated", "true"),
 )
 SHIPPED = sorted([*CONFIGS.rglob("*.yaml"), *(ROOT / "examples").glob("*.yaml")])
-
-
-@pytest.fixture(scope="module")
-def chat_model(tiny_choice: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with a chat template, which some configurations need."""
-    folder = tmp_path_factory.mktemp("models") / "chat"
-    shutil.copytree(tiny_choice, folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}\nAnswer:"
-    tokenizer.save_pretrained(folder)
-    return folder
+TRAINED = [
+    path for path in SHIPPED if path.parent.name != "evaluation"
+]  # which test_evaluate and test_screen run
 
 
 def layers(config: Path) -> list[str]:
-    """A file that names no data to train on is laid over its folder's base."""
+    """A file that names no data to train on is laid over the first file that its header names, else the choice base."""
     if {"trainer", "model", "data"} <= yaml.safe_load(config.read_text()).keys():
         return ["-c", str(config)]
-    base = config.parent / "chain_grpo.yaml" if config.parent.name == "arg" else BASE
-    return ["-c", str(base), "-c", str(config)]
+    command = re.search(r"-c (\S+\.yaml)", config.read_text())
+    return ["-c", command[1] if command else str(BASE.relative_to(ROOT)), "-c", str(config)]
 
 
-@pytest.mark.parametrize("config", SHIPPED, ids=lambda path: str(path.relative_to(ROOT)))
+def local(config: Path, folder: Path) -> list[str]:
+    """Arguments that put a file of this machine in the place of data sets on the hub."""
+    if "ReferenceMathDataModule" not in "".join((ROOT / name).read_text() for name in layers(config)[1::2]):
+        return []
+    row = {"question": "1 + 1?", "answer": "2", "reference": r"One and one. It is \boxed{2}."}
+    (folder / "math.jsonl").write_text(
+        json.dumps(row | {"difficulty": 6.0, "topic": "t", "id": "x/0"}) + "\n"
+    )
+    source = {"class_path": "Screened", "init_args": {"path": str(folder / "math.jsonl")}}
+    return ["--data.init_args.train", json.dumps([source]), "--data.init_args.test", "[]"]
+
+
+@pytest.mark.parametrize("config", TRAINED, ids=lambda path: str(path.relative_to(ROOT)))
 def test_one_step(config: Path, chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), process_group_of_its_own():
         warnings.simplefilter("ignore")
-        cli = run("fit", *layers(config), *small(chat_model, tmp_path), *ALIVE)
+        cli = run("fit", *layers(config), *small(chat_model, tmp_path), *local(config, tmp_path), *ALIVE)
     assert cli.trainer.global_step == 1
     assert (tmp_path / "config.yaml").is_file()
     # Weight decay alone would move the weights too.

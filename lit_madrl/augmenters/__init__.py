@@ -3,10 +3,16 @@
 from lit_madrl.augmenters.base import Reference, RolloutAugmenter, RolloutCollector
 from lit_madrl.augmenters.baselines import FixedLevel, ReferenceInsertion, Resample
 from lit_madrl.augmenters.boundaries import PrefixBoundaries, SentenceBoundaries, SeparatorBoundaries
+from lit_madrl.augmenters.bread import BREAD
 from lit_madrl.augmenters.guidance import AdaptiveReferenceGuidance
+from lit_madrl.augmenters.luffy import LUFFY
 from lit_madrl.augmenters.selector import LevelTotals, PrefixSelector
+from lit_madrl.augmenters.uft import UFT
 
 __all__ = [
+    "BREAD",
+    "LUFFY",
+    "UFT",
     "AdaptiveReferenceGuidance",
     "FixedLevel",
     "LevelTotals",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lit_madrl.augmenters.base import RolloutCollector
+from lit_madrl.augmenters.base import Reference, RolloutCollector
 from lit_madrl.functional.surprisal import prefix_length
 from lit_madrl.types import Problem, Rollouts
 
@@ -57,6 +57,43 @@ class Task:
     def is_copy(self, candidate: Candidate) -> bool:
         """Whether a candidate is the reference itself."""
         return self.reference is not None and candidate.ids == self.reference.ids
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A usable reference: it exists, fits the length limit and is correct.
+
+    Attributes:
+        text: with the characters of each token.
+        trajectory: the reference as a trajectory, all of it given.
+    """
+
+    text: Reference
+    trajectory: Candidate
+
+
+def verified_references(
+    prompts: Sequence[int], problems: Sequence[Problem], collector: RolloutCollector
+) -> dict[int, Verified]:
+    """The usable references among those of the problems ``prompts`` (indices of ``problems``), by index.
+
+    A problem is left out that has no reference, one longer than ``sampling.max_new_tokens``, or one that the
+    verifier rejects.
+    """
+    longest = collector.sampling.max_new_tokens
+    encoded = {p: collector.encode_reference(problems[p]) for p in prompts}
+    fitting = {p: r for p, r in encoded.items() if r is not None and len(r.ids) <= longest}
+    if not fitting:
+        return {}
+    chosen = [problems[p] for p in fitting]
+    groups = [[reference.ids] for reference in fitting.values()]
+    rollouts = given(collector.encode_prompts(chosen), groups)
+    trajectories = judged(rollouts, [[len(ids)] for (ids,) in groups], chosen, collector)
+    return {
+        p: Verified(text, trajectory)
+        for (p, text), (trajectory,) in zip(fitting.items(), trajectories, strict=True)
+        if trajectory.correct
+    }
 
 
 def given(prompts: list[list[int]], groups: list[list[list[int]]]) -> Rollouts:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lit_madrl.augmenters.base import RolloutAugmenter, RolloutCollector
 from lit_madrl.augmenters.boundaries import PrefixBoundaries, SentenceBoundaries
-from lit_madrl.augmenters.candidates import Candidate, Task, given, judged
+from lit_madrl.augmenters.candidates import Candidate, Task, judged, verified_references
 from lit_madrl.augmenters.insertion import Insertion, insert
 from lit_madrl.augmenters.selector import LevelTotals, PrefixSelector
 from lit_madrl.functional.surprisal import reference_surprisal
@@ -89,7 +89,13 @@ class AdaptiveReferenceGuidance(RolloutAugmenter):
             for insertion in self._insertions(task, group, rollouts.finished.shape[1], generator)
         ]
         drawn = self.selector.probabilities()
-        totals = self.selector.update(levels.flatten(), self._feedback(tasks, candidates))
+        totals = self.selector.update(
+            levels.flatten(),
+            self._feedback(tasks, candidates),
+            lambda totals: totals.new_tensor(collector.global_sum(*totals.flatten().tolist())).view_as(
+                totals
+            ),
+        )
         self._count(len(problems), len(failed), len(tasks), insertions, drawn, totals, collector)
         return insert(rollouts, scores, insertions)
 
@@ -102,24 +108,18 @@ class AdaptiveReferenceGuidance(RolloutAugmenter):
     ) -> list[Task]:
         if not self.needs_reference:
             return [Task(p, None, torch.ones(1, dtype=torch.float64), []) for p in failed]
-        encoded = {p: collector.encode_reference(problems[p]) for p in failed}
-        longest = collector.sampling.max_new_tokens
-        references = {p: r for p, r in encoded.items() if r is not None and len(r.ids) <= longest}
+        references = verified_references(failed, problems, collector)
         if not references:
             return []
-        chosen = [problems[p] for p in references]
-        prompts = collector.encode_prompts(chosen)
-        groups = [[reference.ids] for reference in references.values()]
-        trajectories = judged(given(prompts, groups), [[len(g[0])] for g in groups], chosen, collector)
+        prompts = collector.encode_prompts([problems[p] for p in references])
+        groups = [[reference.text.ids] for reference in references.values()]
         token_logprobs, _ = collector.logprobs(prompts, groups)
         lengths = torch.tensor([len(group[0]) for group in groups], device=token_logprobs.device)
         surprisals = reference_surprisal(token_logprobs, lengths).cpu()
         return [
-            Task(p, reference, left[: len(text.ids) + 1], self.boundaries(text.text, text.offsets))
-            for (p, text), (reference,), left in zip(
-                references.items(), trajectories, surprisals, strict=True
-            )
-            if reference.correct and 0 < left[0] < float("inf")
+            Task(p, r.trajectory, left[: len(r.text.ids) + 1], self.boundaries(r.text.text, r.text.offsets))
+            for (p, r), left in zip(references.items(), surprisals, strict=True)
+            if 0 < left[0] < float("inf")
         ]
 
     def _continue(
@@ -162,16 +162,7 @@ class AdaptiveReferenceGuidance(RolloutAugmenter):
             new = [task.reference]
         places = torch.randperm(rows, generator=generator)[: len(new)].tolist()
         return [
-            Insertion(
-                task.prompt,
-                place,
-                candidate.ids,
-                candidate.prefix_length,
-                _source(task, candidate),
-                float(candidate.correct),
-                candidate.format,
-                candidate.category,
-            )
+            Insertion.of(task.prompt, place, candidate, _source(task, candidate))
             for place, candidate in zip(places, new, strict=False)
         ]
 

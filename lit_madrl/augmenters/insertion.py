@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lit_madrl.augmenters.candidates import Candidate
 from lit_madrl.types import Rollouts, Scores, Source
 
 
@@ -34,6 +35,20 @@ class Insertion(NamedTuple):
     correct: float
     format: float
     category: int
+
+    @classmethod
+    def of(cls, prompt: int, row: int, candidate: Candidate, source: Source) -> Insertion:
+        """A candidate in the place of rollout ``[prompt, row]``."""
+        return cls(
+            prompt,
+            row,
+            candidate.ids,
+            candidate.prefix_length,
+            source,
+            float(candidate.correct),
+            candidate.format,
+            candidate.category,
+        )
 
 
 def insert(rollouts: Rollouts, scores: Scores, insertions: Sequence[Insertion]) -> tuple[Rollouts, Scores]:

@@ -83,16 +83,7 @@ class Collector:
 
     def encode_prompts(self, problems: Sequence[Problem]) -> list[list[int]]:
         """Prompt tokens; chat messages go through the tokenizer's chat template."""
-        return [self._encode_prompt(problem.prompt) for problem in problems]
-
-    def _encode_prompt(self, prompt: str | Sequence[dict[str, str]]) -> list[int]:
-        if isinstance(prompt, str):
-            return list(self.tokenizer.encode(prompt))
-        return list(
-            self.tokenizer.apply_chat_template(
-                list(prompt), add_generation_prompt=True, enable_thinking=False, return_dict=False
-            )
-        )
+        return [encode_prompt(self.tokenizer, problem.prompt) for problem in problems]
 
     def encode_completion(self, text: str, stop_id: int) -> list[int]:
         """Tokens of a completion text with its stop token."""
@@ -172,6 +163,17 @@ class Collector:
         with torch.no_grad():
             values = self.policy(packed)
         return packed.unpack(values), packed.row_sums(values)
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[dict[str, str]]) -> list[int]:
+    """Tokens of a prompt; chat messages go through the tokenizer's chat template, without thinking."""
+    if isinstance(prompt, str):
+        return list(tokenizer.encode(prompt))
+    return list(
+        tokenizer.apply_chat_template(
+            list(prompt), add_generation_prompt=True, enable_thinking=False, return_dict=False
+        )
+    )
 
 
 def _checked(name: str, values: Tensor, shape: torch.Size) -> Tensor:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import time
 import warnings
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -15,17 +13,18 @@ from lit_madrl.augmenters.base import RolloutAugmenter
 from lit_madrl.functional import (
     clip_fraction,
     clipped_surrogate,
-    dead_groups,
     group_advantages,
     kl_estimate,
 )
 from lit_madrl.learners.base import PolicyLearner
-from lit_madrl.learners.collector import stack_targets
-from lit_madrl.learners.experience import Experience
+from lit_madrl.learners.collector import Collector, stack_targets
+from lit_madrl.learners.experience import Experience, Origin, newly_inserted
 from lit_madrl.learners.objective import Objective
+from lit_madrl.learners.ranks import bit_sums, equally_many
 from lit_madrl.learners.rows import Denominators, MicroBatch, Row, micro_batches
 from lit_madrl.policy.build import adapters_disabled
 from lit_madrl.policy.policy import Policy
+from lit_madrl.policy.sharding import frozen, rollout_weights
 from lit_madrl.rewards.base import RewardShaper
 from lit_madrl.types import Problem
 
@@ -61,13 +60,14 @@ class GRPOLearner(PolicyLearner):
         """Build the policy and its frozen reference."""
         super().configure_model()
         if self.objective.beta > 0 and self.policy_config.lora is None and not self._reference:
-            self._reference.append(copy.deepcopy(self.trained_policy).requires_grad_(False).eval())
+            self._reference.append(frozen(self._build()))
 
     def on_fit_start(self) -> None:
         """Place the reference and complain, before any work, about settings that cannot learn the target."""
         super().on_fit_start()
         for reference in self._reference:
-            reference.to(self.device)
+            if reference.sharding is None:
+                reference.to(self.device)
         if self.sampling.truncates:
             warnings.warn(
                 "sampling: top_k, top_p, min_new_tokens or temperature 0 draw from another distribution than the one "
@@ -78,7 +78,7 @@ class GRPOLearner(PolicyLearner):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add which reference the policy is held to."""
         super().on_save_checkpoint(checkpoint)
-        checkpoint["lit_madrl"]["reference"] = _fingerprint(self._reference)
+        checkpoint["lit_madrl"]["reference"] = bit_sums(self._reference)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take up the run.
@@ -88,7 +88,7 @@ class GRPOLearner(PolicyLearner):
         """
         super().on_load_checkpoint(checkpoint)
         begun_with = checkpoint["lit_madrl"].get("reference", [])
-        if self._reference and begun_with and begun_with != _fingerprint(self._reference):
+        if self._reference and begun_with and begun_with != bit_sums(self._reference):
             raise ValueError(
                 f"policy.pretrained: expected the weights this run began with as the frozen reference, got others from "
                 f"{self.policy_config.pretrained!r}"
@@ -98,7 +98,8 @@ class GRPOLearner(PolicyLearner):
         """Collect a batch of rollouts and make ``inner_epochs`` optimizer steps on it."""
         begun = time.perf_counter()
         try:
-            experience = self.collect(batch)
+            with rollout_weights(self.trained_policy):
+                experience = self.collect(batch)
         except (ValueError, RuntimeError) as error:
             error.add_note(f"while rollouts were collected for optimizer step {self.global_step}")
             raise
@@ -115,6 +116,7 @@ class GRPOLearner(PolicyLearner):
             "seconds/update": time.perf_counter() - collected,
         }
         numbers |= experience.describe(self.categories, self.verifier is not None, self.global_sum)
+        numbers |= self.verifier.numbers() if self.verifier else {}
         for augmenter in self.augmenters:
             numbers |= cast(RolloutAugmenter, augmenter).numbers()
         self.record(numbers, shown=("reward", "jsd", "off_support_rate"))
@@ -125,17 +127,41 @@ class GRPOLearner(PolicyLearner):
         targets = stack_targets(problems, self.device, len(self.categories))
         if self.prompt_cursor == 0:
             self._warn_about(targets)
-        rollouts = sampled = collector.generate(problems, self.sampling)
+        rollouts = sampled = collector.generate(problems, self.sampling, self._prefixes(problems, collector))
         texts = collector.decode(rollouts)
-        scores = collector.score(problems, rollouts, texts)
-        for augmenter in self.augmenters:
+        scores = sampled_scores = collector.score(problems, rollouts, texts)
+        origin = Origin.sampled(rollouts)
+        for index, augmenter in enumerate(self.augmenters):
+            before = rollouts, scores
             rollouts, scores = augmenter(problems, rollouts, scores, collector)
+            inserted = newly_inserted(before, (rollouts, scores))
+            origin = origin.after(index, cast(RolloutAugmenter, augmenter), inserted, rollouts)
         if rollouts is not sampled:
             texts = collector.decode(rollouts)
         rewards = self.rewards(scores, targets)
-        advantages = group_advantages(rewards, self.objective.advantage_scale)
-        tokens = collector.generated_tokens
-        return Experience(problems, rollouts, texts, scores, targets, rewards, advantages, tokens)
+        advantages = group_advantages(rewards, self.objective.advantage_scale, baseline=origin.in_baseline)
+        return Experience(
+            problems,
+            rollouts,
+            texts,
+            scores,
+            sampled_scores,
+            origin,
+            targets,
+            rewards,
+            advantages,
+            collector.generated_tokens,
+        )
+
+    def _prefixes(self, problems: list[Problem], collector: Collector) -> list[list[list[int]]] | None:
+        """What all rollouts of a problem begin with, if an augmenter says so."""
+        wanted = [
+            cast(RolloutAugmenter, augmenter).prefixes(problems, collector) for augmenter in self.augmenters
+        ]
+        given = [prefixes for prefixes in wanted if prefixes is not None]
+        if len(given) > 1:
+            raise ValueError(f"augmenters: expected at most one that begins rollouts, got {len(given)}")
+        return [[list(prefix)] * self.sampling.group_size for prefix in given[0]] if given else None
 
     def _warn_about(self, targets: Tensor) -> None:
         complaints = {
@@ -149,7 +175,7 @@ class GRPOLearner(PolicyLearner):
     def learn(self, experience: Experience) -> dict[str, float]:
         """Update the policy on a batch of rollouts; returns what is worth logging."""
         objective = self.objective
-        batches = self._micro_batches(experience)
+        batches = equally_many(self._micro_batches(experience), self.trained_policy)
         reference = [self._reference_logprobs(batch) for batch in batches]
         old: list[Tensor | None] = [None] * len(batches)
         # Numerators and denominators: their ratios depend neither on micro-batches nor on ranks.
@@ -163,13 +189,13 @@ class GRPOLearner(PolicyLearner):
             before = old[index]
             if before is None:  # the first epoch is on-policy: no separate pass for the old logprobs
                 before = old[index] = logprobs.detach()
-            # Inserted rows are learned through their likelihood, with ratio 1 at every epoch.
-            before = before.where(batch.on_policy, logprobs.detach())
             clip = (objective.clip_low, objective.clip_high)
             token_loss = clipped_surrogate(logprobs, before, batch.advantages, *clip)
-            tokens = token_loss.numel()
-            add("clipped", clip_fraction(logprobs, before, batch.advantages, *clip) * tokens)
-            add("tokens", batch.weights.new_tensor(tokens))
+            token_loss = self._with_inserted(token_loss, logprobs, batch)
+            own = (batch.augmenter < 0) & (batch.weights > 0)
+            share = clip_fraction(logprobs[own], before[own], batch.advantages[own], *clip)
+            add("clipped", share * own.sum())
+            add("tokens", own.sum())
             ref = reference[index]
             if ref is not None:
                 kl = kl_estimate(logprobs, ref, objective.kl)
@@ -183,18 +209,33 @@ class GRPOLearner(PolicyLearner):
             total, norm = self.optimizer_step_over(batches, loss)
         total, *values = self.global_sum(total, *map(float, sums.values()))
         summed = dict(zip(sums, values, strict=True))
-        numbers = {"loss": total, "grad_norm": norm, "clip_fraction": summed["clipped"] / summed["tokens"]}
+        numbers = {
+            "loss": total,
+            "grad_norm": norm,
+            "clip_fraction": summed["clipped"] / max(summed["tokens"], 1),
+        }
         if "kl" in summed:
             numbers["kl"] = summed["kl"] / summed["weight"] if summed["weight"] else 0.0
         return numbers
 
+    def _with_inserted(self, token_loss: Tensor, logprobs: Tensor, batch: MicroBatch) -> Tensor:
+        """The loss of inserted rows is what their augmenter says."""
+        for index, augmenter in enumerate(self.augmenters):
+            rows = batch.augmenter == index
+            if bool(rows.any()):
+                loss = cast(RolloutAugmenter, augmenter).inserted_loss(
+                    logprobs[rows], batch.advantages[rows], batch.given[rows]
+                )
+                token_loss = token_loss.masked_scatter(rows, loss)
+        return token_loss
+
     def _micro_batches(self, experience: Experience) -> list[MicroBatch]:
         objective, rollouts = self.objective, experience.rollouts
         counted = experience.counted(objective.dead_groups)
-        lengths = rollouts.lengths[counted]
+        lengths = (rollouts.lengths - experience.origin.context)[counted]
         sequences, tokens = self.global_sum(lengths.numel(), int(lengths.sum()))
         # Without a KL term a dead group has no gradient: it counts, but is not computed.
-        rows = experience.rows(counted if objective.beta > 0 else counted & ~dead_groups(experience.rewards))
+        rows = experience.rows(counted if objective.beta > 0 else counted & ~experience.dead)
         if not rows:  # nothing to learn here: one row of weight 0 keeps the optimizer and the ranks in step
             rows = [Row(0, tuple(rollouts.completions()[0][0]), copies=0)]
         longest = objective.max_length or self.sampling.max_new_tokens
@@ -215,10 +256,3 @@ class GRPOLearner(PolicyLearner):
             return self._reference[0](batch.packed, self.sampling.temperature)  # type: ignore[no-any-return]
         with adapters_disabled(self.trained_policy) as reference:
             return reference(batch.packed, self.sampling.temperature)  # type: ignore[no-any-return]
-
-
-def _fingerprint(policies: Sequence[Policy]) -> list[int]:
-    """For each weight the sum of its bits as integers: exact, so equal on every device; empty without a model."""
-    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    weights = [p.detach().contiguous() for policy in policies for p in policy.parameters()]
-    return [int(w.view(kinds[w.element_size()]).sum(dtype=torch.int64)) for w in weights]

@@ -21,14 +21,23 @@ class Row(NamedTuple):
         ids: its tokens, the stop token included.
         advantage: of each of its copies.
         copies: how many identical completions it stands for.
-        on_policy: false for a row an augmenter inserted.
+        augmenter: index of the augmenter that inserted it, -1 for the policy's own.
+        given: how many tokens at its start were given rather than sampled.
+        context: how many tokens at its start are not learned.
     """
 
     prompt: int
     ids: tuple[int, ...]
     advantage: float = 0.0
     copies: int = 1
-    on_policy: bool = True
+    augmenter: int = -1
+    given: int = 0
+    context: int = 0
+
+    @property
+    def learned(self) -> int:
+        """How many of its tokens are learned."""
+        return len(self.ids) - self.context
 
 
 def merge_rows(rows: Sequence[Row]) -> list[Row]:
@@ -48,13 +57,15 @@ class MicroBatch:
         packed: their tokens; R rows, M completion tokens.
         advantages: ``[M]``.
         weights: ``[M]``, the share of each token's loss in the loss of the whole (global) batch.
-        on_policy: ``[M]`` bool.
+        augmenter: ``[M]`` long, which augmenter inserted each token's row; -1 for the policy's own.
+        given: ``[M]`` bool, tokens that were given rather than sampled.
     """
 
     packed: PackedBatch
     advantages: Tensor
     weights: Tensor
-    on_policy: Tensor
+    augmenter: Tensor
+    given: Tensor
 
 
 @dataclass(frozen=True)
@@ -81,24 +92,23 @@ def micro_batches(
         groups = [[row.ids for row in part if row.prompt == prompt] for prompt in used]
         packed = pack([prompts[prompt] for prompt in used], groups)
         weights = token_weights(
-            packed.lengths,
+            torch.tensor([row.learned for row in part]),
             torch.tensor([float(row.copies) for row in part]),
             reduction,
             num_sequences=denominators.sequences,
             num_tokens=denominators.tokens,
             max_length=denominators.max_length,
         )
-        advantages = torch.tensor([row.advantage for row in part])
-        on_policy = torch.tensor([row.on_policy for row in part])
-        by_token = packed.rows
-        batches.append(
-            MicroBatch(
-                packed.to(device),
-                advantages[by_token].to(device),
-                weights[by_token].to(device),
-                on_policy[by_token].to(device),
-            )
+        of_row = packed.rows
+        position = torch.cat([torch.arange(len(row.ids)) for row in part])
+        learned = position >= torch.tensor([row.context for row in part])[of_row]
+        columns = (
+            torch.tensor([row.advantage for row in part])[of_row],
+            weights[of_row] * learned,
+            torch.tensor([row.augmenter for row in part])[of_row],
+            position < torch.tensor([row.given for row in part])[of_row],
         )
+        batches.append(MicroBatch(packed.to(device), *(column.to(device) for column in columns)))
     return batches
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +13,26 @@ from torch import Tensor
 from lit_madrl.augmenters import (
     AdaptiveReferenceGuidance,
     FixedLevel,
-    Reference,
     ReferenceInsertion,
     Resample,
     RolloutAugmenter,
     SeparatorBoundaries,
 )
-from lit_madrl.augmenters.candidates import given
 from lit_madrl.functional import group_advantages
 from lit_madrl.learners import GRPOLearner, Objective
 from lit_madrl.rewards import Correctness, ForwardKL, WithFormat
 from lit_madrl.rewards.mixing import Additive
 from lit_madrl.tasks import Completions, Verifier
 from lit_madrl.types import Problem, Rollouts, Sampling, Scores, Source
+from tests.helpers.augmenter_contract import (
+    CUT,
+    FAILED,
+    REFERENCE,
+    RIGHT,
+    STOP,
+    groups_of,
+)
+from tests.helpers.augmenter_contract import ScriptedCollector as Collector
 from tests.helpers.learning import (
     Gradients,
     ListData,
@@ -35,65 +42,16 @@ from tests.helpers.learning import (
     fit,
     gradients_of,
     start_model,
+    tokenizer_of,
 )
 from tests.helpers.tiny_models import row_logprobs
-
-STOP, RIGHT, CUT = 1, 9, 7
-REFERENCE = [5, CUT, 6, CUT, RIGHT, STOP]
-"""Cut after each 7; a trajectory is right when it holds a 9."""
-
-
-class Collector:
-    """Tokens are their own text (``chr``); continuations come from a script, each token costs 1 nat."""
-
-    def __init__(
-        self, group_size: int = 4, limit: int = 8, script: Callable[[list[int]], list[int]] | None = None
-    ):
-        self.sampling = Sampling(group_size=group_size, max_new_tokens=limit)
-        self.script = script or (lambda prefix: [8, STOP])
-        self.prefixes: list[list[list[int]]] = []
-        self.references: dict[str, list[int] | None] = {}
-        self.nats = 1.0
-
-    def encode_prompts(self, problems: Sequence[Problem]) -> list[list[int]]:
-        return [[3, 4] for _ in problems]
-
-    def encode_reference(self, problem: Problem) -> Reference | None:
-        ids = self.references.get(problem.id, REFERENCE)
-        if ids is None:
-            return None
-        text = "".join(map(chr, ids[:-1]))
-        return Reference(text, ids, [(i, i + 1) for i in range(len(text))])
-
-    def generate(self, problems: Any, sampling: Sampling, prefixes: Any = None) -> Rollouts:
-        assert all(len(group) == sampling.group_size for group in prefixes)
-        self.prefixes += prefixes
-        groups = [[[*p, *self.script(p)] for p in group] for group in prefixes]
-        return given(self.encode_prompts(problems), groups)
-
-    def judge(self, problems: Any, rollouts: Rollouts) -> Scores:
-        correct = ((rollouts.completion_ids == RIGHT) & rollouts.completion_mask).any(-1).float()
-        return Scores.build(torch.full(correct.shape, -1), correct, correct)
-
-    def logprobs(self, prompts: Any, groups: Any) -> tuple[Tensor, Tensor]:
-        rollouts = given(prompts, groups)
-        values = -self.nats * rollouts.completion_mask.flatten(0, 1).float()
-        return values, values.sum(-1)
-
-    def generator(self) -> torch.Generator:
-        return torch.Generator().manual_seed(0)
-
-    def global_sum(self, *values: float) -> list[float]:
-        return list(values)
 
 
 def group_of(*rows: list[int]) -> tuple[Rollouts, Scores]:
     """One group of rollouts with its scores."""
-    rollouts = given([[3, 4]], [list(rows)])
-    return rollouts, Collector().judge([None], rollouts)
+    return groups_of(rows)
 
 
-FAILED = ([8, STOP], [8, 8, STOP], [6, STOP], [8, 6, STOP])
 BOUNDARIES = SeparatorBoundaries(chr(CUT))
 PROBLEM = Problem("p", "?")
 
@@ -261,16 +219,29 @@ PROBLEMS = [
 
 
 def learner(
-    folder: Path, augmenters: list[RolloutAugmenter], rewards: Any = None, **changes: Any
+    folder: Path,
+    augmenters: list[RolloutAugmenter],
+    rewards: Any = None,
+    guided: bool = False,
+    **changes: Any,
 ) -> GRPOLearner:
-    script = lambda prompt: [[50, 51, 1], [52, 1], [53, 54, 55, 1], [56, 1]]  # noqa: E731
+    """All rollouts fail; with ``guided`` two of four continuations of a prefix hold the answer."""
+    tokenizer = tokenizer_of(folder)
+    failed = [[50, 51, 1], [52, 1], [53, 54, 55, 1], [56, 1]]
+
+    def continued(prompt: tuple[int, ...]) -> list[list[int]]:
+        (answer,) = (p.answer for p in PROBLEMS if p.prompt == tokenizer.decode(prompt))
+        right = [*tokenizer.encode(f" {answer}", add_special_tokens=False), 1]
+        return [right, *failed[1:3], [57, *right]]
+
+    engine = ScriptedEngine(lambda prompt: failed, continued if guided else None)
     return GRPOLearner(
         rewards or WithFormat(Correctness(), 0.2),
         Objective(beta=0.0, reduction="dapo"),
         augmenters=augmenters,
         **arguments(
             folder,
-            engine=ScriptedEngine(script),
+            engine=engine,
             sampling=Sampling(group_size=4, max_new_tokens=48),
             verifier=HasAnswer(),
             **changes,

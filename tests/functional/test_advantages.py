@@ -97,3 +97,31 @@ def test_input_is_not_mutated():
     before = rewards.clone()
     group_advantages(rewards)
     assert torch.equal(rewards, before)
+
+
+def test_mean_and_std_may_be_taken_over_some_rows_alone():
+    """Rows 0 and 2 are the baseline: mean 1, sample std sqrt 2; the others are measured against them."""
+    rewards = torch.tensor([[0.0, 5.0, 2.0, 1.0]], dtype=torch.float64)
+    over = torch.tensor([[True, False, True, False]])
+    actual = group_advantages(rewards, "sample", eps=0.0, baseline=over)
+    expected = torch.tensor([[-1.0, 4.0, 1.0, 0.0]], dtype=torch.float64) / math.sqrt(2)
+    torch.testing.assert_close(actual, expected)
+    assert group_advantages(rewards, "none", baseline=over).tolist() == [[-1.0, 4.0, 1.0, 0.0]]
+
+
+def test_a_baseline_without_spread_leaves_the_difference_unscaled():
+    """Not divided by 0 + 1e-6, which would make it a million."""
+    rewards = torch.tensor([[0.0, 0.0, 0.0, 1.2]])
+    over = torch.tensor([[True, True, True, False]])
+    assert group_advantages(rewards, "sample", baseline=over).tolist() == [
+        [0.0, 0.0, 0.0, pytest.approx(1.2)]
+    ]
+
+
+def test_a_group_without_a_baseline_takes_all_its_rows():
+    rewards = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
+    over = torch.tensor([[False, False], [True, True]])
+    actual = group_advantages(rewards, baseline=over)
+    assert torch.equal(actual[0], actual[1])
+    with pytest.raises(ValueError, match=r"baseline: expected shape \[2, 2\]"):
+        group_advantages(rewards, baseline=over[:1])

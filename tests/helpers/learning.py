@@ -29,10 +29,14 @@ Script = Callable[[tuple[int, ...]], Sequence[Sequence[int]]]
 
 
 class ScriptedEngine(RolloutEngine):
-    """Completions by prompt. They end as any engine's do: with the first stop token, else at the limit."""
+    """Completions by prompt. They end as any engine's do: with the first stop token, else at the limit.
 
-    def __init__(self, script: Script) -> None:
+    After a prefix ``continuations`` says how they go on.
+    """
+
+    def __init__(self, script: Script, continuations: Script | None = None) -> None:
         self.script = script
+        self.continuations = continuations or script
         self.calls = 0
 
     def seed(self, seed: int) -> None:
@@ -50,9 +54,14 @@ class ScriptedEngine(RolloutEngine):
         limits: Any = None,
     ) -> Rollouts:
         self.calls += 1
+        script = self.script if prefixes is None else self.continuations
+        given = prefixes or [[[]] * sampling.group_size for _ in prompts]
         groups = [
-            [cut(ids, stop_ids, sampling.max_new_tokens) for ids in self.script(tuple(prompt))]
-            for prompt in prompts
+            [
+                cut([*prefix, *ids], stop_ids, sampling.max_new_tokens)
+                for prefix, ids in zip(group, script(tuple(prompt)), strict=True)
+            ]
+            for prompt, group in zip(prompts, given, strict=True)
         ]
         assert {len(group) for group in groups} == {sampling.group_size}
         lengths = torch.tensor([[len(ids) for ids in group] for group in groups])
@@ -64,7 +73,7 @@ class ScriptedEngine(RolloutEngine):
             completion_mask=torch.arange(width) < lengths[..., None],
             sampler_logprobs=torch.zeros(ids.shape),
             finished=torch.tensor([[ids[-1] in stop_ids for ids in group] for group in groups]),
-            prefix_lengths=torch.zeros_like(lengths),
+            prefix_lengths=torch.tensor([[len(prefix) for prefix in group] for group in given]),
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -550,6 +550,7 @@ def test_zero_is_a_score(tiny_choice: Path, script: Any) -> None:
     recorder = step(learner)
     assert torch.equal(rewards.asked[0].correct, correct)
     assert recorder.logged["train/correct"] == 0.5
+    assert recorder.logged["train/pass_at_4"] == pytest.approx(2 / 3)
 
 
 def test_rewards_see_whole_groups(tiny_choice: Path, script: Any) -> None:

@@ -24,7 +24,7 @@ ROWS = [
     Row(1, (1,), 0.25),
     Row(0, (5, 6, 1), 1.0),
     Row(1, (1,), 0.25),
-    Row(0, (5, 6, 1), 1.0, on_policy=False),
+    Row(0, (5, 6, 1), 1.0, augmenter=0),
     Row(0, (5, 6, 1), 0.75),
     Row(2, (9, 9, 9, 9, 1), -2.0, copies=3),
 ]
@@ -37,6 +37,9 @@ rows = st.lists(
         ids=st.lists(st.integers(2, 4), min_size=1, max_size=3).map(tuple),
         advantage=st.sampled_from([-1.0, 0.5]),
         copies=st.integers(1, 2),
+        augmenter=st.sampled_from([-1, 0]),
+        given=st.just(0),
+        context=st.just(0),
     ),
     min_size=1,
     max_size=12,
@@ -49,7 +52,7 @@ def test_merging_keeps_every_copy(rows: list[Row]) -> None:
     def copies(rows: list[Row]) -> Counter[Any]:
         counts: Counter[Any] = Counter()
         for row in rows:
-            counts[row.prompt, row.ids, row.advantage, row.on_policy] += row.copies
+            counts[row.prompt, row.ids, row.advantage, row.augmenter] += row.copies
         return counts
 
     before = list(rows)
@@ -122,14 +125,14 @@ def test_weights_by_hand() -> None:
     ):
         (batch,) = micro_batches(PROMPTS, given, reduction, DENOMINATORS, None, "cpu")  # type: ignore[arg-type]
         assert batch.weights.tolist() == pytest.approx(expected)
-        assert batch.on_policy.all()
+        assert bool((batch.augmenter < 0).all())
 
 
 def test_inserted_rows_are_marked_and_stay_apart() -> None:
     merged = merge_rows(ROWS)
     (batch,) = micro_batches(PROMPTS, merged, "dapo", DENOMINATORS, None, "cpu")
     assert len(merged) == 7
-    assert int((~batch.on_policy).sum()) == 3
+    assert int((batch.augmenter == 0).sum()) == 3
 
 
 def test_a_row_without_copies_has_no_gradient() -> None:
@@ -137,3 +140,17 @@ def test_a_row_without_copies_has_no_gradient() -> None:
     assert loss == 0
     assert got.keys()
     assert not any(gradient.any() for gradient in got.values())
+
+
+def test_given_tokens_and_context_by_hand() -> None:
+    """A row of 4 tokens, 3 of them given, 2 of those context: the denominators and weights know 2 + 1 tokens."""
+    rows = [Row(0, (5, 6, 7, 1), 1.0, augmenter=1, given=3, context=2), Row(0, (8,))]
+    for reduction, expected in (
+        ("grpo", [0, 0, 1 / 4, 1 / 4, 1 / 2]),
+        ("dr_grpo", [0, 0, 1 / 12, 1 / 12, 1 / 12]),
+        ("dapo", [0, 0, 1 / 3, 1 / 3, 1 / 3]),
+    ):
+        (batch,) = micro_batches(PROMPTS, rows, reduction, Denominators(2, 3, 6), None, "cpu")  # type: ignore[arg-type]
+        assert batch.weights.tolist() == pytest.approx(expected)
+        assert batch.given.tolist() == [True, True, True, False, False]
+        assert batch.augmenter.tolist() == [1, 1, 1, 1, -1]
