@@ -1,10 +1,12 @@
-"""ARG and the other ways to use a reference on the chain task: 6 methods x 2 settings x 3 seeds, own warm starts.
+"""ARG and the other ways to use a reference on the chain task: 8 methods, 3 students, and where ARG gains nothing.
 
     python benchmarks/arg_chain.py                 # runs what results/arg_chain.json lacks, then table and figure
     python benchmarks/arg_chain.py --table         # only results/arg_chain.md and arg_chain.png
 
 Each run is the shipped ``configs/arg`` files through the command line, evaluated on the 198 test questions with 8
-samples each. Every seed trains its own warm start.
+samples each. A student is a warm start of its own, weights and data; students are numbered by seed, and those are used
+that have learned arithmetic, which is decided before any method is tried: the mean loss of the last 50 steps of their
+clean training is at most .01 nats a token. Every method starts from the same students.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from statistics import mean
 
@@ -27,42 +29,78 @@ METHODS = {
     "GRPO": (),
     "Resample": ("chain_resample",),
     "ReferenceInsertion": ("chain_reference",),
+    "LUFFY": ("chain_luffy",),
+    "BREAD": ("chain_bread",),
     "FixedLevel(1/4)": ("chain_fixed_level",),
     "ARG": ("chain_arg",),
     "ARG, unweighted": ("chain_arg_unweighted",),
 }
-SETTINGS: dict[str, tuple[str, ...]] = {"hard": ("chain_hard",), "standard": ()}
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "standard": (),
+    "hard": ("chain_hard",),
+    "close": ("chain_close",),
+    "own_style": ("chain_own_style",),
+    "contagious": ("chain_contagious",),
+}
+WHAT = {
+    "standard": "references skip 70 % of their blocks",
+    "hard": "likewise, on 9 hard pairs in chains of 9 or 10",
+    "close": "references skip 40 % of their blocks",
+    "own_style": "references skip nothing: the student's own style",
+    "contagious": "references skip every block",
+}
+COMPARED = ("ReferenceInsertion", "ARG")
+"""The methods of the last three settings, which show where guidance gains nothing over insertion, or fails."""
+LEARNED = 0.01
+STUDENTS = 3
 KEYS = ("setting", "method", "seed")
 COMMAND = "python benchmarks/arg_chain.py"
 LEVELS = ("1", "0.5", "0.25")
+HALFWAY = slice(45, 55)
 
 
-def grid() -> Iterator[Row]:
-    """All runs, the hard setting first."""
-    for setting, seed, method in product(SETTINGS, (0, 1, 2), METHODS):
-        yield dict(zip(KEYS, (setting, method, seed), strict=True))
+def grid(seeds: list[int]) -> Iterator[Row]:
+    """All runs, the settings in order."""
+    for setting, seed, method in product(SETTINGS, seeds, METHODS):
+        if setting in ("standard", "hard") or method in COMPARED:
+            yield dict(zip(KEYS, (setting, method, seed), strict=True))
 
 
-def warm_start(folder: Path, seed: int) -> None:
-    """The careless student of one seed: own weights, clean arithmetic first, then its errors."""
+def students(folder: Path) -> dict[int, float]:
+    """Loss of the clean training by seed, from 0 on, until as many as are wanted have learned arithmetic."""
+    losses: dict[int, float] = {}
+    for seed in count():
+        if sum(loss <= LEARNED for loss in losses.values()) == STUDENTS:
+            return losses
+        losses[seed] = clean_loss(folder, seed)
+        print(f"student {seed}: clean loss {losses[seed]:.4f}", flush=True)
+    raise AssertionError
+
+
+def clean_loss(folder: Path, seed: int) -> float:
+    """Train the student of a seed on clean arithmetic, once."""
     from lit_madrl import prepare
-    from lit_madrl.cli import main
 
     run = folder / f"student_{seed}"
     prepare.main(["tiny-chain", "--output", str(run / "tiny"), "--seed", str(seed)])
-    start = run / "tiny"
-    for name, offset in (("chain_clean", 0), ("chain_warm_start", 1)):
-        model = run / name / "model"
-        if not (model / "config.json").is_file():
-            arguments = ["fit", "-c", f"configs/arg/{name}.yaml", *QUIET, "--run_dir", str(run / name)]
-            arguments += [
-                "--seed_everything",
-                str(2 * seed + offset),
-                "--model.init_args.export_to",
-                str(model),
-            ]
-            main([*arguments, "--model.init_args.policy.pretrained", str(start)])
-        start = model
+    _train("chain_clean", run, run / "tiny", 2 * seed)
+    return mean(read_series(run / "chain_clean", "train/loss")[1][-5:])
+
+
+def warm_start(folder: Path, seed: int) -> None:
+    """The student of a seed learns its errors."""
+    run = folder / f"student_{seed}"
+    _train("chain_warm_start", run, run / "chain_clean" / "model", 2 * seed + 1)
+
+
+def _train(name: str, run: Path, start: Path, seed: int) -> None:
+    from lit_madrl.cli import main
+
+    model = run / name / "model"
+    if not (model / "config.json").is_file():
+        arguments = ["fit", "-c", f"configs/arg/{name}.yaml", *QUIET, "--run_dir", str(run / name)]
+        arguments += ["--seed_everything", str(seed), "--model.init_args.export_to", str(model)]
+        main([*arguments, "--model.init_args.policy.pretrained", str(start)])
 
 
 def run(row: Row, folder: Path) -> Row:
@@ -79,7 +117,7 @@ def run(row: Row, folder: Path) -> Row:
     test = ["test", *common, "--run_dir", str(here / "test"), "--verbose", "false"]
     tested = main([*test, "--model.init_args.policy.pretrained", str(here / "model")])
     measured = tested.trainer.callback_metrics
-    series = {name: _series(here, name) for name in ("correct", "length", "generated_tokens")}
+    series = {name: _series(here, name) for name in ("correct", "pass_at_8", "length", "generated_tokens")}
     series |= {
         name: _series(here, f"guidance/{name}") for name in ("all_failed", "accepted", "source_fallback")
     }
@@ -87,6 +125,7 @@ def run(row: Row, folder: Path) -> Row:
     return row | {
         "pass_at_8": float(measured["test/pass_at_8"]),
         "avg_at_8": float(measured["test/avg_at_k"]),
+        "halfway": mean(series["pass_at_8"][HALFWAY]),
         "generated_tokens": sum(series["generated_tokens"]),
         "accepted_share": _weighted(series["accepted"], series["all_failed"]),
         "fallback_share": _weighted(series["source_fallback"], series["all_failed"]),
@@ -108,7 +147,7 @@ def _weighted(values: list[float], weights: list[float]) -> float | None:
 
 def summary(rows: list[Row]) -> dict[str, dict[str, Row]]:
     """By setting and method: each number by seed, and its mean."""
-    numbers = {"pass_at_k": "pass_at_8", "avg_at_k": "avg_at_8"}
+    numbers = {"pass_at_k": "pass_at_8", "avg_at_k": "avg_at_8", "halfway_pass_at_k": "halfway"}
     numbers |= {name: name for name in ("accepted_share", "fallback_share", "generated_tokens")}
     out: dict[str, dict[str, Row]] = {}
     for setting, method in product(SETTINGS, METHODS):
@@ -120,25 +159,27 @@ def summary(rows: list[Row]) -> dict[str, dict[str, Row]]:
     return out
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[Row], losses: dict[int, float]) -> str:
     """The grid as markdown."""
-    lines = ["# Chain task: ways to use a reference", ""]
-    lines += [
-        f"Means over seeds with the seeds in brackets; 198 test questions x 8. Made by `{COMMAND}`.",
+    named = ", ".join(
+        f"{seed} ({loss:.3f}{'' if loss <= LEARNED else ', not used'})" for seed, loss in losses.items()
+    )
+    lines = [
+        "# Chain task: ways to use a reference",
+        "",
+        f"Means over {STUDENTS} students, each in brackets; 198 test questions x 8, 100 updates. Made by `{COMMAND}`.",
+        f"Students by seed, with the loss of their clean training: {named}.",
+        "`at 50`: pass@8 on the training questions, mean of updates 46 to 55. `tokens`: generated, in millions.",
         "",
     ]
     for setting, methods in summary(rows).items():
-        lines += [
-            f"## {setting}",
-            "",
-            "| method | pass@8 | avg@8 | accepted | fallback | M tokens | final rho(1/2) |",
-        ]
-        lines += ["| --- |" + " --- |" * 6]
+        lines += [f"## {setting}: {WHAT[setting]}", ""]
+        lines += ["| method | pass@8 | at 50 | avg@8 | accepted | fallback | tokens | final rho(1/2) |"]
+        lines += ["| --- |" + " --- |" * 7]
         for method, values in methods.items():
             chosen = [row for row in rows if (row["setting"], row["method"]) == (setting, method)]
-            cells = [
-                _cell(values, name) for name in ("pass_at_k", "avg_at_k", "accepted_share", "fallback_share")
-            ]
+            names = ("pass_at_k", "halfway_pass_at_k", "avg_at_k", "accepted_share", "fallback_share")
+            cells = [_cell(values, name) for name in names]
             tokens = f"{values['mean']['generated_tokens'] / 1e6:.2f}"
             halves = [row["series"]["0.5"][-1] for row in chosen if row["series"].get("0.5")]
             lines.append(f"| {method} | {' | '.join(cells)} | {tokens} | {_list(halves) if halves else ''} |")
@@ -157,43 +198,54 @@ def _list(values: list[float]) -> str:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """By update in the hard setting: correct rollouts, all-failure groups with accepted candidates, selector."""
+    """By update in the standard setting: pass@8 in training, all-failure groups with accepted candidates, selector."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
-    hard = [row for row in rows if row["setting"] == "hard"]
+    shown = [row for row in rows if row["setting"] == "standard"]
     for method in METHODS:
-        chosen = [row["series"] for row in hard if row["method"] == method]
-        for panel, name in ((axes[0], "correct"), (axes[1], "accepted")):
-            curves = [series[name] for series in chosen if name in series]
+        chosen = [row["series"] for row in shown if row["method"] == method]
+        for panel, name in ((axes[0], "pass_at_8"), (axes[1], "accepted")):
+            curves = [_smooth(series[name]) for series in chosen if name in series]
             if curves:
                 panel.plot([mean(values) for values in zip(*curves, strict=True)], label=method)
     for level in LEVELS:
-        curves = [row["series"][level] for row in hard if row["method"] == "ARG"]
+        curves = [row["series"][level] for row in shown if row["method"] == "ARG"]
         axes[2].plot([mean(values) for values in zip(*curves, strict=True)], label=f"level {level}")
-    for panel, title in zip(
-        axes, ("correct rollouts", "all-failure groups helped", "ARG's selector"), strict=True
-    ):
+    titles = ("pass@8 on training questions", "all-failure groups helped", "ARG's selector")
+    for panel, title in zip(axes, titles, strict=True):
         panel.set(xlabel="update", title=title, ylim=(0, 1))
     axes[0].legend(frameon=False, fontsize=8)
     axes[2].legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=130)
 
 
+def _smooth(values: list[float], width: int = 5) -> list[float]:
+    return [mean(values[max(0, i - width) : i + width + 1]) for i in range(len(values))]
+
+
 def main() -> None:
     options = grid_options(__doc__, RESULTS)
     rows = read_rows(options.results)
     if not options.table:
-        rows = run_grid(grid(), run, options.results, options.runs, COMMAND, options.processes, warm_start)
+        losses = students(options.runs)
+        seeds = [seed for seed, loss in losses.items() if loss <= LEARNED]
+        rows = run_grid(
+            grid(seeds), run, options.results, options.runs, COMMAND, options.processes, warm_start
+        )
     document = json.loads(options.results.read_text())
-    document["methods"] = summary(rows)
+    if not options.table:
+        document["students"] = {str(seed): loss for seed, loss in losses.items()}
+    document["methods"] = summary(rows)["standard"]
+    document["settings"] = summary(rows)
     options.results.write_text(json.dumps(document, indent=1) + "\n")
-    options.results.with_suffix(".md").write_text(table(rows))
+    known = {int(seed): loss for seed, loss in document["students"].items()}
+    options.results.with_suffix(".md").write_text(table(rows, known))
     plot(rows, options.results.with_suffix(".png"))
-    print(table(rows))
+    print(table(rows, known))
 
 
 if __name__ == "__main__":
