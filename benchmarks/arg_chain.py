@@ -49,8 +49,11 @@ WHAT = {
     "own_style": "references skip nothing: the student's own style",
     "contagious": "references skip every block",
 }
-COMPARED = ("ReferenceInsertion", "ARG")
-"""The methods of the last three settings, which show where guidance gains nothing over insertion, or fails."""
+COMPARED = {
+    "hard": ("GRPO", "Resample", "ReferenceInsertion", "ARG"),
+    **dict.fromkeys(("close", "own_style", "contagious"), ("ReferenceInsertion", "ARG")),
+}
+"""The methods of the settings that have not all: harder ones, and those in which guidance gains nothing, or fails."""
 LEARNED = 0.01
 STUDENTS = 3
 KEYS = ("setting", "method", "seed")
@@ -62,7 +65,7 @@ HALFWAY = slice(45, 55)
 def grid(seeds: list[int]) -> Iterator[Row]:
     """All runs, the settings in order."""
     for setting, seed, method in product(SETTINGS, seeds, METHODS):
-        if setting in ("standard", "hard") or method in COMPARED:
+        if method in COMPARED.get(setting, METHODS):
             yield dict(zip(KEYS, (setting, method, seed), strict=True))
 
 
@@ -104,33 +107,36 @@ def _train(name: str, run: Path, start: Path, seed: int) -> None:
 
 
 def run(row: Row, folder: Path) -> Row:
-    """Train and evaluate one cell of the grid."""
-    from lit_madrl.cli import main
-
+    """Train and evaluate one cell of the grid, unless its folder has the results already."""
     here = folder / "_".join(str(row[key]) for key in KEYS).replace("/", "-").replace(", ", "-")
-    names = ("chain_grpo", *SETTINGS[row["setting"]], *METHODS[row["method"]])
-    common = [part for name in names for part in ("-c", f"configs/arg/{name}.yaml")]
-    common += [*QUIET, "--seed_everything", str(row["seed"])]
-    start = folder / f"student_{row['seed']}" / "chain_warm_start" / "model"
-    fit = ["fit", *common, "--run_dir", str(here), "--model.init_args.export_to", str(here / "model")]
-    main([*fit, "--model.init_args.policy.pretrained", str(start)])
-    test = ["test", *common, "--run_dir", str(here / "test"), "--verbose", "false"]
-    tested = main([*test, "--model.init_args.policy.pretrained", str(here / "model")])
-    measured = tested.trainer.callback_metrics
+    if not (here / "test" / "metrics.csv").is_file():
+        _fit_and_test(row, here, folder / f"student_{row['seed']}" / "chain_warm_start" / "model")
     series = {name: _series(here, name) for name in ("correct", "pass_at_8", "length", "generated_tokens")}
     series |= {
         name: _series(here, f"guidance/{name}") for name in ("all_failed", "accepted", "source_fallback")
     }
     series |= {level: _series(here, f"guidance/probability_{level}") for level in LEVELS}
     return row | {
-        "pass_at_8": float(measured["test/pass_at_8"]),
-        "avg_at_8": float(measured["test/avg_at_k"]),
+        "pass_at_8": read_series(here / "test", "test/pass_at_8")[1][-1],
+        "avg_at_8": read_series(here / "test", "test/avg_at_k")[1][-1],
         "halfway": mean(series["pass_at_8"][HALFWAY]),
         "generated_tokens": sum(series["generated_tokens"]),
         "accepted_share": _weighted(series["accepted"], series["all_failed"]),
         "fallback_share": _weighted(series["source_fallback"], series["all_failed"]),
         "series": {name: [round(value, 4) for value in values] for name, values in series.items() if values},
     }
+
+
+def _fit_and_test(row: Row, here: Path, start: Path) -> None:
+    from lit_madrl.cli import main
+
+    names = ("chain_grpo", *SETTINGS[row["setting"]], *METHODS[row["method"]])
+    common = [part for name in names for part in ("-c", f"configs/arg/{name}.yaml")]
+    common += [*QUIET, "--seed_everything", str(row["seed"])]
+    fit = ["fit", *common, "--run_dir", str(here), "--model.init_args.export_to", str(here / "model")]
+    main([*fit, "--model.init_args.policy.pretrained", str(start)])
+    test = ["test", *common, "--run_dir", str(here / "test"), "--verbose", "false"]
+    main([*test, "--model.init_args.policy.pretrained", str(here / "model")])
 
 
 def _series(run_dir: Path, name: str) -> list[float]:
@@ -141,7 +147,7 @@ def _series(run_dir: Path, name: str) -> list[float]:
 
 
 def _weighted(values: list[float], weights: list[float]) -> float | None:
-    total = sum(weights)
+    total = sum(weights) if values else 0.0
     return sum(v * w for v, w in zip(values, weights, strict=True)) / total if total else None
 
 
@@ -206,18 +212,18 @@ def plot(rows: list[Row], path: Path) -> None:
 
     figure, axes = plt.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
     shown = [row for row in rows if row["setting"] == "standard"]
-    for method in METHODS:
+    for color, method in enumerate(METHODS):
         chosen = [row["series"] for row in shown if row["method"] == method]
         for panel, name in ((axes[0], "pass_at_8"), (axes[1], "accepted")):
             curves = [_smooth(series[name]) for series in chosen if name in series]
             if curves:
-                panel.plot([mean(values) for values in zip(*curves, strict=True)], label=method)
+                panel.plot([mean(values) for values in zip(*curves, strict=True)], f"C{color}", label=method)
     for level in LEVELS:
         curves = [row["series"][level] for row in shown if row["method"] == "ARG"]
         axes[2].plot([mean(values) for values in zip(*curves, strict=True)], label=f"level {level}")
     titles = ("pass@8 on training questions", "all-failure groups helped", "ARG's selector")
     for panel, title in zip(axes, titles, strict=True):
-        panel.set(xlabel="update", title=title, ylim=(0, 1))
+        panel.set(xlabel="update", title=title, ylim=(0, 1.02))
     axes[0].legend(frameon=False, fontsize=8)
     axes[2].legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=130)
@@ -229,13 +235,11 @@ def _smooth(values: list[float], width: int = 5) -> list[float]:
 
 def main() -> None:
     options = grid_options(__doc__, RESULTS)
-    rows = read_rows(options.results)
     if not options.table:
         losses = students(options.runs)
         seeds = [seed for seed, loss in losses.items() if loss <= LEARNED]
-        rows = run_grid(
-            grid(seeds), run, options.results, options.runs, COMMAND, options.processes, warm_start
-        )
+        run_grid(grid(seeds), run, options.results, options.runs, COMMAND, options.processes, warm_start)
+    rows = read_rows(options.results)
     document = json.loads(options.results.read_text())
     if not options.table:
         document["students"] = {str(seed): loss for seed, loss in losses.items()}

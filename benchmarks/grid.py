@@ -69,10 +69,17 @@ def run_grid(
             ]:
                 future.result()
         futures = [pool.submit(run, cell, runs) for cell in todo]
+        failures: list[BaseException] = []
         for number, future in enumerate(as_completed(futures), 1):
+            if (failure := future.exception()) is not None:
+                failures.append(failure)
+                print(f"[{number}/{len(todo)}] failed: {failure}", flush=True)
+                continue
             rows.append(future.result())
             _save(rows, keys, results, command)
             print(f"[{number}/{len(todo)}] {' '.join(str(rows[-1][key]) for key in keys)}", flush=True)
+    if failures:  # what has finished is saved
+        raise failures[0]
     return rows
 
 
