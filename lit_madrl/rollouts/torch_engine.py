@@ -90,7 +90,7 @@ class TorchEngine(RolloutEngine):
         if self._model is None:
             raise RuntimeError("TorchEngine.generate: expected sync_weights(policy) to be called first")
         request = Request.build(self._model, prompts, sampling, stop_ids, prefixes, limits)
-        with evaluation_mode(self._model):
+        with evaluation_mode(self._model), weights_cast_once(request.room.device.type):
             return request.rollouts(self._sample(self._model, request, sampling))
 
     def _sample(self, model: nn.Module, request: Request, sampling: Sampling) -> list[Draws]:
@@ -211,6 +211,19 @@ class Request(NamedTuple):
             finished=finished.view(shape),
             prefix_lengths=self.prefix_lengths.view(shape),
         )
+
+
+@contextmanager
+def weights_cast_once(device_type: str) -> Iterator[None]:
+    """Under autocast keep the cast weights for a while: Lightning's casts them in every forward, so for each token."""
+    if not torch.is_autocast_enabled(device_type):
+        yield
+        return
+    try:
+        with torch.autocast(device_type, torch.get_autocast_dtype(device_type), cache_enabled=True):
+            yield
+    finally:
+        torch.clear_autocast_cache()  # what is kept has no gradient and is of these weights
 
 
 @contextmanager

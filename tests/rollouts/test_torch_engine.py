@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lit_madrl.rollouts import RolloutEngine, TorchEngine
+from lit_madrl.rollouts import RolloutEngine, TorchEngine, torch_engine
 from lit_madrl.rollouts import live_rows as live_rows_module
 from lit_madrl.rollouts.kv_cache import RowCache
 from lit_madrl.types import Rollouts, Sampling
@@ -287,3 +289,41 @@ def test_long_completions_outgrow_the_first_buffer() -> None:
             expected = logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None]).squeeze(1)
             actual = rollouts.sampler_logprobs[p, g, : len(completion)]
             torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+
+
+def test_autocast_casts_weights_once_and_leaves_nothing_behind() -> None:
+    """Inside one autocast region: sample, train, sample; weights are never stale and gradients flow."""
+    torch.manual_seed(0)
+    model = tiny_qwen3()
+    engine = TorchEngine()
+    engine.sync_weights(model)
+    weight = next(p for name, p in model.named_parameters() if name.endswith("q_proj.weight"))
+
+    def sample() -> Rollouts:
+        engine.seed(0)
+        return engine.generate([[3, 4, 5]], Sampling(group_size=4, max_new_tokens=6), [1])
+
+    def cast() -> Counter[str]:
+        with torch.profiler.profile() as profile:
+            sample()
+        return Counter(event.name for event in profile.events())
+
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        fewer = cast()["aten::_to_copy"]
+        first = sample()
+        model(torch.tensor([[3, 4, 5]])).logits.float().sum().backward()
+        assert weight.grad is not None
+        assert bool(weight.grad.any())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(-1.5)
+        second = sample()
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        third = sample()
+    assert torch.equal(second.completion_ids, third.completion_ids)
+    assert torch.equal(second.sampler_logprobs, third.sampler_logprobs)
+    assert not torch.equal(first.sampler_logprobs[..., :1], second.sampler_logprobs[..., :1])
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_engine, "weights_cast_once", lambda _: nullcontext())
+        matrices = sum(isinstance(module, nn.Linear) for module in model.modules())
+        assert cast()["aten::_to_copy"] == fewer + 5 * matrices  # the prefill and five steps
