@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
+import json
+import logging
+import multiprocessing
+import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+import transformers
 
-WARM_UP = 2  # first steps of each side, not counted
+from benchmarks.machine import describe
+
+WARM_UP = 1  # first steps of each side, not counted
+SIDES = ("trl", "ours")
 STAGES = ("total", "generation", "reference", "update", "other")
 
 
@@ -37,26 +47,46 @@ class Relay:
             self._turns[after].release()
 
 
+class Rounds:
+    """How many steps each side makes after the warm-up: ``least``, and more until ``seconds`` are over or ``most``."""
+
+    def __init__(self, least: int, most: int, seconds: float) -> None:
+        self.least, self.most, self.seconds = least, most, seconds
+        self._begun = 0.0
+        self._over: dict[int, bool] = {}
+
+    def over(self, counted: int) -> bool:
+        """Whether ``counted`` steps of all sides, that are made now, suffice; all sides get one answer."""
+        if counted not in self._over:
+            wall = float(now()[0])
+            self._begun = self._begun or wall
+            enough = counted >= self.least and wall - self._begun >= self.seconds
+            self._over[counted] = enough or counted >= self.most
+        return self._over[counted]
+
+
 class Steps:
     """Wall and CPU seconds of each stage of each step of one side, and the memory a step needs.
 
     A step is all that happens between two turns; ``other`` is what no stage covers. Waiting is not counted.
     """
 
-    def __init__(self, name: str, relay: Relay) -> None:
-        self.name, self.relay = name, relay
+    def __init__(self, name: str, relay: Relay, rounds: Rounds | None = None) -> None:
+        self.name, self.relay, self.rounds = name, relay, rounds
         self.seconds: list[dict[str, np.ndarray]] = []
         self.memory: list[int] = []
         self.tokens: list[float] = []
 
     def begin(self) -> None:
         """A step begins."""
+        if len(self.seconds) <= WARM_UP:  # else it may use memory that the other side left behind
+            return_free_memory()
         self._held = reset_peak_memory()
         self._current = {stage: np.zeros(2) for stage in STAGES}
         self._begun = now()
 
-    def end(self) -> None:
-        """The step is over: let the others make one each, then begin the next."""
+    def end(self) -> bool:
+        """The step is over: let the others make one each, then begin the next; true if there shall be none."""
         step = self._current
         step["total"] = now() - self._begun
         step["other"] = step["total"] - step["generation"] - step["reference"] - step["update"]
@@ -64,7 +94,11 @@ class Steps:
         self.memory.append(memory("VmHWM") - self._held)
         self.relay.hand_on(self.name)
         self.relay.wait(self.name)
+        counted = len(self.seconds) - WARM_UP
+        if self.rounds is not None and counted >= 0 and self.rounds.over(counted):
+            return True
         self.begin()
+        return False
 
     def add(self, stage: str, since: np.ndarray) -> None:
         """Count the time from ``since`` to now as the stage's."""
@@ -86,23 +120,28 @@ class Steps:
         return np.stack([step["total"] for step in self.seconds[WARM_UP:]])
 
     def summary(self) -> dict[str, Any]:
-        """Medians over the counted steps; memory is the largest of all steps."""
+        """Medians over the counted steps; memory is the largest of them."""
         medians = {s: np.median([step[s] for step in self.seconds[WARM_UP:]], 0) for s in STAGES}
         return {
             **{
                 stage: {"wall": round(float(wall), 5), "cpu": round(float(cpu), 5)}
                 for stage, (wall, cpu) in medians.items()
             },
-            "memory_mib": max(self.memory) // 1024,
+            "memory_mib": max(self.memory[WARM_UP:]) // 1024,
             "tokens_per_completion": round(float(np.mean(self.tokens[WARM_UP:])), 3),
         }
 
 
-def alternate(loops: dict[str, Callable[[Steps], None]], threads: int) -> dict[str, Steps]:
-    """Run the loops, a thread each, step by step in turn; each calls ``begin`` once and ``end`` after a step."""
+def alternate(
+    loops: dict[str, Callable[[Steps], None]], threads: int, rounds: Rounds | None = None
+) -> dict[str, Steps]:
+    """Run the loops, a thread each, step by step in turn.
+
+    Each calls ``begin`` once and ``end`` after a step, and returns when that is true or when it has no more steps.
+    """
     torch.set_num_threads(threads)
     relay = Relay(list(loops))
-    steps = {name: Steps(name, relay) for name in loops}
+    steps = {name: Steps(name, relay, rounds) for name in loops}
 
     def run(name: str) -> None:
         relay.wait(name)
@@ -124,9 +163,43 @@ def ratio(theirs: Steps, ours: Steps) -> dict[str, Any]:
         stage: {clock: round(a[stage][clock] / b[stage][clock], 2) for clock in ("wall", "cpu")}
         for stage in STAGES
     }
+    if b["memory_mib"]:
+        ratios["memory"] = round(a["memory_mib"] / b["memory_mib"], 1)
     quartiles = np.quantile(theirs.totals() / ours.totals(), (0.25, 0.75), axis=0).round(2)
     ratios["total_quartiles"] = {"wall": quartiles[:, 0].tolist(), "cpu": quartiles[:, 1].tolist()}
     return ratios
+
+
+def print_row(row: dict[str, Any]) -> None:
+    """The row as a few lines."""
+    print(f"{row['work']} {row['precision']}, {row['threads']} thread(s), {row['steps']} steps: wall (CPU)")
+    for side in (*SIDES, "ratio"):
+        if side in row:
+            values = [f"{s} {row[side][s]['wall']:.4g} ({row[side][s]['cpu']:.4g})" for s in STAGES]
+            print(f"{side:>5}: {'  '.join(values)}", flush=True)
+
+
+def table(rows: Sequence[dict[str, Any]], order: Sequence[str]) -> str:
+    """The rows that have a ratio, works in ``order``, as markdown: CPU seconds if of one thread, else wall."""
+    names = ("total", "generation", "reference", "update")
+    heads = ("P x G", "prompt", "completion", "precision", "steps", "TRL, s", "ours, s", "ratio", "quartiles")
+    heads = ("work", *heads, *names[1:], "memory, MiB", "ratio")
+    lines = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
+    for row in sorted((row for row in rows if "ratio" in row), key=lambda row: order.index(row["work"])):
+        clock = "cpu" if row["threads"] == 1 else "wall"
+        theirs, own, ratios = row["trl"], row["ours"], row["ratio"]
+        cells = [row["work"], f"{row['prompts']} x {row['group_size']}", f"{row['prompt_tokens']:.0f}"]
+        cells += [f"{own['tokens_per_completion']:.1f}", row["precision"], row["steps"]]
+        cells += [f"{side['total'][clock]:.3g}" for side in (theirs, own)]
+        cells += [f"**{ratios['total'][clock]:.3g}**"]
+        cells += [" - ".join(f"{quartile:.3g}" for quartile in ratios["total_quartiles"][clock])]
+        cells += [f"{ratios[stage][clock]:.3g}" for stage in names[1:]]
+        cells += [
+            f"{theirs['memory_mib']} / {own['memory_mib']}",
+            f"{ratios.get('memory', float('nan')):.3g}",
+        ]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines) + "\n"
 
 
 def now() -> np.ndarray:
@@ -146,3 +219,89 @@ def reset_peak_memory() -> int:
     if Path("/proc/self/clear_refs").exists():
         Path("/proc/self/clear_refs").write_text("5")
     return memory("VmRSS")
+
+
+def return_free_memory() -> None:
+    """Give what malloc keeps for later back to the system (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)
+
+
+def in_own_process(function: Callable[..., Any], *arguments: Any, threads: int = 1) -> Any:
+    """What ``function`` returns in a new process, whose memory nothing else has used, with ``threads`` threads."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+class Results:
+    """A JSON file ``{command, machine, versions, rows}`` to which rows are added one by one.
+
+    Args:
+        path: the file; None keeps nothing.
+        about: command, machine and versions.
+        keys: what tells rows apart; a new row takes the place of the one that is equal in them.
+
+    Raises:
+        ValueError: the file holds rows of another machine or of other versions.
+    """
+
+    def __init__(self, path: Path | None, about: dict[str, Any], keys: Sequence[str]) -> None:
+        self.path, self.about, self.keys = path, about, keys
+        old = self._read()
+        for name in ("machine", "versions"):
+            if old and old[name] != about[name]:
+                raise ValueError(f"{path}: expected rows of {name} {about[name]}, got those of {old[name]}")
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Write the file with ``row`` in it."""
+        if self.path is None:
+            return
+        key = [row[name] for name in self.keys]
+        others = [other for other in self.rows() if [other[name] for name in self.keys] != key]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps({**self.about, "rows": [*others, row]}, indent=1) + "\n")
+        partial.replace(self.path)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of the file."""
+        return self._read().get("rows", [])
+
+    def _read(self) -> dict[str, Any]:
+        return json.loads(self.path.read_text()) if self.path and self.path.exists() else {}
+
+
+def about(script: str, path: Path | None, *packages: str) -> dict[str, Any]:
+    """What a results file says of itself: command, machine, and the versions of ``packages``."""
+    machine = describe(*packages)
+    versions = machine.pop("versions")
+    return {
+        "command": f"python benchmarks/{script} --json {path}",
+        "machine": machine,
+        "versions": versions,
+    }
+
+
+def chosen(option: str, names: str, known: Sequence[str]) -> list[str]:
+    """The names of a list with commas.
+
+    Raises:
+        ValueError: one of them is not known.
+    """
+    found = names.split(",")
+    if unknown := set(found) - set(known):
+        raise ValueError(f"--{option}: expected some of {','.join(known)}, got {','.join(sorted(unknown))}")
+    return found
+
+
+def quiet() -> None:
+    """No warnings and notes of the libraries between our lines."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)

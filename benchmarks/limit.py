@@ -1,6 +1,6 @@
 """What a GRPO step has to compute, how fast this machine can, and how much of that the learner's stages achieve.
 
-    python benchmarks/limit.py --preset 25m --json benchmarks/results/limit_25m.json
+    python benchmarks/limit.py --preset 25m-32 --json benchmarks/results/limit_25m.json
 
 The work is that of vs_trl.py, counted from the lengths of the completions that the learner itself samples. Formulas
 (a multiply-add is 2 FLOPs; w the elements of a layer's matrices; shapes.py has them as functions):
@@ -22,6 +22,7 @@ less.
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -51,7 +52,7 @@ from benchmarks.shapes import (
     training_flops,
     weight_elements,
 )
-from benchmarks.vs_trl import PACKAGES, Run, ours, quiet, write_row
+from benchmarks.vs_trl import PACKAGES, Run, ours, quiet
 from lit_madrl.functional.logprobs import chunk_tokens_for
 from lit_madrl.policy.attention import AttentionPlan, DenseGroups
 from lit_madrl.policy.packing import PackedBatch
@@ -104,6 +105,15 @@ class Needed(NamedTuple):
             total(packed_counts(layout(batch)) for batch in batches),
             sum(plan_pairs(batch.plan) for batch in batches),
         )
+
+
+def write_row(path: Path, row: dict[str, Any]) -> None:
+    """Add ``row`` to the file's list, in place of an older one of the same settings."""
+    settings = ("work", "precision", "threads", "merge")
+    rows = json.loads(path.read_text()) if path.exists() else []
+    rows = [other for other in rows if any(other[key] != row[key] for key in settings)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([*rows, row], indent=1) + "\n")
 
 
 def layout(batch: PackedBatch) -> Layout:

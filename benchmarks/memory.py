@@ -209,12 +209,9 @@ def head(setup: Setup) -> float:
 
 
 def cache(setup: Setup) -> float:
-    """Bytes of keys and values of all rows at full length: 2 L K D numbers a token, every row for itself.
-
-    Under autocast the engine holds keys in fp32 and values in bf16.
-    """
+    """Bytes of keys and values of all rows at full length: 2 L K D numbers a token in c, every row for itself."""
     tokens = setup.prompts * setup.group * (setup.prompt + setup.completion)
-    return kv_elements(setup.shape) * tokens * (3 if setup.autocast else setup.computed)
+    return kv_elements(setup.shape) * tokens * setup.computed
 
 
 def rollouts(setup: Setup) -> float:

@@ -1,9 +1,19 @@
 """One GRPO step of TRL's GRPOTrainer against one of GRPOLearner in a Lightning Trainer, for the same work.
 
-    python benchmarks/vs_trl.py --preset quickstart --json benchmarks/results/vs_trl_quickstart.json
+    python benchmarks/vs_trl.py --json benchmarks/results/vs_trl.json
+    python benchmarks/vs_trl.py --json benchmarks/results/vs_trl.json --table benchmarks/results/vs_trl.md
 
-Both get the same weights, prompts, lengths, rewards and beta, and make one update a batch of rollouts; their steps
-alternate in one process. A step is all its trainer does: data, generation, rewards, reference, update.
+A row is a work (``PRESETS`` in grpo_work.py; ``-no-merge``: ours computes identical completions one by one) and a
+precision: fp32, or bf16 autocast over fp32 weights. Both sides get the same weights, prompts, lengths, rewards and
+beta, compute the batch at once without gradient checkpointing (but SmolLM2, which TRL takes in 4 parts for want of
+memory), make one update a batch by fused AdamW, and log nothing.
+Their steps alternate in one process, a process for each row; the first of each is not counted. A step is all its
+trainer does: data, generation, rewards, reference, update.
+
+Of what else TRL offers: its chunked LM head is always on; ``torch_compile`` (11 % less CPU time a step in fp32, none in
+bf16) is on in fp32 where all batches have the same lengths (25m), else it compiles again and again; smaller
+micro-batches (16 and 8 of 32 rows: 3 and 7 % more) and a static key/value cache in generation (18 % more) were slower;
+vLLM and Liger kernels need a GPU.
 TRL is installed into an environment of its own, runs/bench/venv, when the present one has none.
 """
 
@@ -12,12 +22,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import logging
 import os
 import shlex
 import subprocess
 import sys
-import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -33,9 +41,23 @@ import transformers
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.alternating import STAGES, WARM_UP, Steps, alternate, now, ratio
+from benchmarks.alternating import (
+    SIDES,
+    WARM_UP,
+    Results,
+    Rounds,
+    Steps,
+    about,
+    alternate,
+    chosen,
+    in_own_process,
+    now,
+    print_row,
+    quiet,
+    ratio,
+    table,
+)
 from benchmarks.grpo_work import PRESETS, Work
-from benchmarks.machine import describe
 from lit_madrl.learners import GRPOLearner, Objective
 from lit_madrl.learners.collector import stack_targets
 from lit_madrl.policy.build import PolicyConfig
@@ -45,21 +67,36 @@ from lit_madrl.types import Sampling, Scores
 
 BENCH = ROOT / "runs" / "bench"
 TRL = "trl>=1.16,<2"
-SIDES = ("trl", "ours")
+NO_MERGE = "-no-merge"
+ROWS = (*PRESETS, *(f"{name}{NO_MERGE}" for name in ("tiny-8x16", "quickstart")))
+PRECISIONS = ("fp32", "bf16")
 PACKAGES = {"trl": ("trl", "accelerate"), "ours": ("lit_madrl", "lightning", "transformers", "torch")}
-BETA = 0.04
 LEARNING_RATE = 1e-6  # so small that the completions, and with them the work, stay those of the given weights
 
 
 @dataclass(frozen=True)
 class Run:
-    """What both sides are given. ``merge``: ours computes identical completions once."""
+    """What both sides are given.
+
+    Args:
+        work: prompts, lengths, rewards.
+        model: folder of the weights.
+        steps: most counted steps.
+        precision: bf16 is autocast over fp32 weights.
+        merge: ours computes identical completions once.
+        beta: weight of the KL term; 0 for none and no reference.
+        checkpointing: activations are computed again in backward.
+        compile: TRL compiles its model.
+    """
 
     work: Work
     model: Path
     steps: int
     precision: Literal["fp32", "bf16"] = "fp32"
     merge: bool = True
+    beta: float = 0.04
+    checkpointing: bool = False
+    compile: bool = False
 
 
 def ours(run: Run, steps: Steps) -> None:
@@ -67,10 +104,10 @@ def ours(run: Run, steps: Steps) -> None:
     work, data = run.work, run.work.data()
     learner: Any = GRPOLearner(
         ForwardKL(),
-        Objective(advantage_scale="none", reduction="dr_grpo", beta=BETA),
-        policy=PolicyConfig(str(run.model)),
-        optimizer=partial(torch.optim.AdamW, lr=LEARNING_RATE, weight_decay=0.0),
-        sampling=Sampling(work.group_size, work.max_new_tokens),
+        Objective(advantage_scale="none", reduction="dr_grpo", beta=run.beta),
+        policy=PolicyConfig(str(run.model), gradient_checkpointing=run.checkpointing),
+        optimizer=partial(torch.optim.AdamW, lr=LEARNING_RATE, weight_decay=0.0, fused=True),
+        sampling=Sampling(work.group_size, work.max_new_tokens, stop=work.stop),
         engine=TorchEngine(merge_identical=run.merge),
         categorizer=work.categorizer(),
         categories=data.categories,
@@ -85,7 +122,7 @@ def ours(run: Run, steps: Steps) -> None:
 
         def on_train_batch_end(self, *_: Any) -> None:
             steps.tokens.append(float(learner.experience.rollouts.lengths.float().mean()))
-            steps.end()
+            trainer.should_stop = steps.end()
 
     trainer = L.Trainer(
         accelerator="cpu",
@@ -108,7 +145,7 @@ def ours(run: Run, steps: Steps) -> None:
 
 
 def trl(run: Run, steps: Steps) -> None:
-    """TRL's trainer at its fastest here: the whole batch at once, no gradient checkpointing, no logs."""
+    """TRL's trainer, at its fastest settings."""
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
     from trl import GRPOTrainer
@@ -116,6 +153,9 @@ def trl(run: Run, steps: Steps) -> None:
     work, categorizer, shaper = run.work, run.work.categorizer(), ForwardKL()
     stream = iter(work.data().train_dataloader())
     problems = [problem for _ in range(run.steps + WARM_UP) for problem in next(stream)]
+    prepared: list[
+        Any
+    ] = []  # when the first micro-batch of a step was: generation and reference are made then
 
     def reward(completions: list[str], completion_ids: list[list[int]], number: list[int], **_: Any) -> Any:
         steps.tokens.append(sum(map(len, completion_ids)) / len(completion_ids))
@@ -128,14 +168,21 @@ def trl(run: Run, steps: Steps) -> None:
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             steps.begin()
 
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            steps.add("update", trainer.prepared)
-            steps.end()
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            prepared.clear()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            steps.add("update", prepared[0])
+            control.should_training_stop |= steps.end()
 
     columns = {"prompt": [p.prompt for p in problems], "number": list(range(len(problems)))}
+    model = transformers.AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run.model)
+    stop = [tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(tokenizer.tokenize("".join(work.stop)))]
+    model.generation_config.eos_token_id = stop
     trainer = GRPOTrainer(
-        model=transformers.AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32),
-        processing_class=transformers.AutoTokenizer.from_pretrained(run.model),
+        model=model,
+        processing_class=tokenizer,
         reward_funcs=reward,
         train_dataset=Dataset.from_dict(columns),
         callbacks=[TakeTurns()],
@@ -147,7 +194,7 @@ def trl(run: Run, steps: Steps) -> None:
 
     def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
         inputs = prepare(*args, **kwargs)
-        trainer.prepared = now()  # from here to the end of the step: forward, backward, optimizer
+        prepared.append(now())  # from the first one to the end of the step: forward, backward, optimizer
         return inputs
 
     def logprobs_by_use(*args: Any, **kwargs: Any) -> Any:
@@ -167,16 +214,18 @@ def trl_arguments(run: Run) -> Any:
         output_dir=str(BENCH / "trl"),
         use_cpu=True,
         bf16=run.precision == "bf16",
-        per_device_train_batch_size=run.work.prompts * run.work.group_size,
+        per_device_train_batch_size=run.work.prompts * run.work.group_size // run.work.micro_batches,
+        gradient_accumulation_steps=run.work.micro_batches,
         num_generations=run.work.group_size,
         max_completion_length=run.work.max_new_tokens,
         max_steps=run.steps + WARM_UP,
         learning_rate=LEARNING_RATE,
-        beta=BETA,
+        beta=run.beta,
         loss_type="dr_grpo",
         scale_rewards="none",
         shuffle_dataset=False,
-        gradient_checkpointing=False,
+        gradient_checkpointing=run.checkpointing,
+        torch_compile=run.compile,
         report_to="none",
         logging_strategy="no",
         save_strategy="no",
@@ -184,14 +233,15 @@ def trl_arguments(run: Run) -> Any:
     )
 
 
-def measure(run: Run, threads: int = 1, sides: Sequence[str] = SIDES) -> dict[str, Any]:
-    """Medians of each side, and the ratio of TRL's to ours when there are both."""
+def measure(run: Run, rounds: Rounds, sides: Sequence[str] = SIDES, threads: int = 1) -> dict[str, Any]:
+    """Medians of each side, the ratio of TRL's to ours when there are both, and the counted steps."""
+    quiet()
     loops = {"trl": trl, "ours": ours}
-    steps = alternate({side: partial(loops[side], run) for side in sides}, threads)
+    steps = alternate({side: partial(loops[side], run) for side in sides}, threads, rounds)
     row: dict[str, Any] = {side: steps[side].summary() for side in sides}
     if set(sides) == set(SIDES):
         row["ratio"] = ratio(steps["trl"], steps["ours"])
-    return row
+    return {**row, "steps": len(steps[sides[0]].seconds) - WARM_UP}
 
 
 def require_trl() -> None:
@@ -214,75 +264,71 @@ def require_trl() -> None:
     os.execv(python, [str(python), *sys.argv])
 
 
-def quiet() -> None:
-    """No warnings and notes of the libraries between our lines."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    warnings.filterwarnings("ignore")
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
-def write_row(path: Path, row: dict[str, Any]) -> None:
-    """Add ``row`` to the file's list, in place of an older one of the same settings."""
-    settings = ("work", "precision", "threads", "merge")
-    rows = json.loads(path.read_text()) if path.exists() else []
-    rows = [other for other in rows if any(other[key] != row[key] for key in settings)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([*rows, row], indent=1) + "\n")
-
-
-def print_row(row: dict[str, Any]) -> None:
-    """The row as a few lines."""
-    print(f"{row['work']} {row['precision']}, {row['threads']} thread(s), {row['steps']} steps: wall (CPU)")
-    for side in (*SIDES, "ratio"):
-        if side in row:
-            values = [f"{s} {row[side][s]['wall']:.4g} ({row[side][s]['cpu']:.4g})" for s in STAGES]
-            print(f"{side:>5}: {'  '.join(values)}")
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("--preset", choices=PRESETS, default="quickstart")
-    parser.add_argument("--model", type=Path, help="model folder; default: the preset's")
-    parser.add_argument("--steps", type=int, default=20, help=f"counted steps, after {WARM_UP} that are not")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rows", default=",".join(ROWS), help="of %(default)s")
+    parser.add_argument("--precision", default=",".join(PRECISIONS), help="of %(default)s")
+    parser.add_argument("--budget", type=float, default=20, help="seconds a row, its first steps aside")
     parser.add_argument(
-        "--merge",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="ours computes identical completions once",
+        "--least", type=int, default=3, help="counted steps of a row even if they take longer"
     )
+    parser.add_argument("--most", type=int, default=20, help="counted steps of a row even if time is left")
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--side", choices=SIDES, help="measure this one alone")
-    parser.add_argument("--json", type=Path, help="file of rows to add the result to")
+    parser.add_argument("--json", type=Path, help="file of rows to add the results to")
+    parser.add_argument("--table", type=Path, help="write the table of that file, measure nothing")
     return parser
+
+
+def measured(name: str, precision: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One row, made in a process of its own.
+
+    Raises:
+        FileNotFoundError: its model is missing.
+    """
+    work = PRESETS[name.removesuffix(NO_MERGE)]
+    merge = not name.endswith(NO_MERGE)
+    compile = precision == "fp32" and work.random_words > 0
+    run = Run(work, work.model(), options.most, precision, merge, compile=compile)
+    rounds = Rounds(options.least, options.most, options.budget)
+    sides = [options.side] if options.side else list(SIDES)
+    prompts = work.prompt_ids()
+    return {
+        "work": name,
+        "precision": precision,
+        "threads": options.threads,
+        "prompts": work.prompts,
+        "group_size": work.group_size,
+        "prompt_tokens": round(sum(map(len, prompts)) / len(prompts), 1),
+        **in_own_process(measure, run, rounds, sides, options.threads, threads=options.threads),
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, write."""
     options = parser().parse_args(arguments)
+    names = chosen("rows", options.rows, ROWS)
+    precisions = chosen("precision", options.precision, PRECISIONS)
+    if options.table:
+        options.table.write_text(table(json.loads(options.json.read_text())["rows"], ROWS))
+        return
     if options.side != "ours":
         require_trl()
-    work = PRESETS[options.preset]
-    sides = [options.side] if options.side else list(SIDES)
-    run = Run(work, options.model or work.model(), options.steps, options.precision, options.merge)
-    row = {
-        "work": options.preset,
-        "precision": options.precision,
-        "threads": options.threads,
-        "merge": options.merge,
-        "steps": options.steps,
-        **measure(run, options.threads, sides),
-        "command": shlex.join(["python", "benchmarks/vs_trl.py", *sys.argv[1:]]),
-        "machine": describe(*(package for side in sides for package in PACKAGES[side])),
-    }
-    print_row(row)
-    if options.json:
-        write_row(options.json, row)
+    packages = [package for side in SIDES if options.side in (None, side) for package in PACKAGES[side]]
+    results = Results(
+        options.json, about("vs_trl.py", options.json, *packages), ("work", "precision", "threads")
+    )
+    for name in names:
+        for precision in precisions:
+            try:
+                row = measured(name, precision, options)
+            except FileNotFoundError as reason:
+                print(f"{name} {precision}: skipped, {reason}", flush=True)
+                continue
+            print_row(row)
+            results.add(row)
 
 
 if __name__ == "__main__":

@@ -38,9 +38,10 @@ from lit_madrl.callbacks import (
     checked_checkpoint,
     newest_checkpoint,
 )
-from lit_madrl.cli_errors import check_subcommand, one_line_errors
+from lit_madrl.cli_errors import check_subcommand, one_line_errors, one_line_refusals
 from lit_madrl.data import PromptDataModule
 from lit_madrl.learners import PolicyLearner
+from lit_madrl.lost_ranks import one_line_lost_ranks
 
 _COMPONENTS = (augmenters, learners, policy, rewards, rollouts, tasks, data, callbacks, strategies, types)
 
@@ -74,6 +75,11 @@ class MadrlCLI(LightningCLI):
         with one_line_errors(_COMPONENTS):
             super().instantiate_classes()
             self.config_init[self.subcommand].ckpt_path = self._checkpoint()
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Run, and say in one line which ranks were lost, if some were."""
+        with one_line_lost_ranks(self.trainer.num_devices):
+            super()._run_subcommand(subcommand)
 
     def _checkpoint(self) -> str | None:
         """Which checkpoint ``ckpt_path`` means; none when a run is to begin."""
@@ -138,7 +144,7 @@ def main(args: Sequence[str] | None = None) -> MadrlCLI | None:
         with one_line_errors(_COMPONENTS):
             export.main(given[1:])
         return None
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), one_line_refusals():
         _quiet_lightning()
         return MadrlCLI(
             PolicyLearner,
@@ -154,6 +160,11 @@ def main(args: Sequence[str] | None = None) -> MadrlCLI | None:
             },
             args=None if args is None else list(args),
         )
+
+
+def console() -> None:
+    """The command ``lit-madrl``. What it returned would be its exit status."""
+    main()
 
 
 def _quiet_lightning() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import dis
 import inspect
 import re
 import sys
@@ -21,6 +22,8 @@ _NOISE = re.compile(
     r"- ?Expected a path but|Problem with given class_path|- ?Problem with given class_path|Parser key)"
 )
 
+_STEPS = {"training_step", "validation_step", "test_step"}
+
 
 @contextmanager
 def one_line_errors(modules: Sequence[ModuleType]) -> Iterator[None]:
@@ -34,6 +37,34 @@ def one_line_errors(modules: Sequence[ModuleType]) -> Iterator[None]:
     except (ArgumentError, ValueError, TypeError) as error:
         print(f"error: {explain(str(error), modules)}", file=sys.stderr)
         raise SystemExit(2) from error
+
+
+@contextmanager
+def one_line_refusals() -> Iterator[None]:
+    """End the program likewise where, before a first step, one of the package's own checks refuses what it was given.
+
+    That is a ValueError made by a ``raise`` statement in the package, outside of the learners' steps. Whatever else
+    fails, of itself or elsewhere, keeps its traceback.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if not _refused_at_start(error):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def _refused_at_start(error: ValueError) -> bool:
+    within = []
+    place = error.__traceback__
+    while place is not None:
+        within.append(place)
+        place = place.tb_next
+    code = within[-1].tb_frame.f_code
+    ours = within[-1].tb_frame.f_globals["__name__"].startswith(f"{__package__}.")
+    raised = dis.opname[code.co_code[within[-1].tb_lasti]] == "RAISE_VARARGS"
+    return ours and raised and not _STEPS & {place.tb_frame.f_code.co_name for place in within}
 
 
 def check_subcommand(arguments: Sequence[str], subcommands: Sequence[str]) -> None:

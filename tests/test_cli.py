@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import subprocess
 import sys
+import tomllib
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -14,11 +16,13 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
+from lit_madrl.cli_errors import one_line_refusals
 from lit_madrl.learners import GRPOLearner
 from lit_madrl.report import read_series
 from tests.helpers.running import CONFIGS, ROOT, run, small
 
 BASE = CONFIGS / "choice" / "base.yaml"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 @pytest.fixture(autouse=True)
@@ -179,6 +183,79 @@ def test_a_wrong_checkpoint_gets_one_line(
         line = complaint(capsys, command, *arguments, given)
         assert line.startswith(f"error: ckpt_path: {expected}")
         assert str(tmp_path) in line
+
+
+def test_what_is_refused_at_the_start_gets_one_line(
+    tiny_choice: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """When all arguments are well-formed, and what is wrong shows only when the run begins."""
+    run(
+        "fit", "-c", BASE, *small(tiny_choice, tmp_path / "a"), "--trainer.callbacks.every_n_train_steps", "1"
+    )
+    checkpoint = tmp_path / "a" / "checkpoints" / "last.ckpt"
+    content = torch.load(checkpoint)
+    del content["lit_madrl"]
+    torch.save(content, tmp_path / "other.ckpt")
+    arguments = ("-c", BASE, *small(tiny_choice, tmp_path / "b"))
+    lora = ("--model.init_args.policy.lora", "{r: 2, target_modules: [q_proj]}")
+    stop = ("--model.init_args.sampling.stop", "[two words]")
+    for command, given, expected in (
+        ("fit", ("--trainer.precision", "bf16-true"), "trainer.precision: expected 32-true or bf16-mixed"),
+        ("test", ("--trainer.precision", "bf16-true"), "trainer.precision: expected 32-true or bf16-mixed"),
+        (
+            "fit",
+            ("--ckpt_path", tmp_path / "other.ckpt"),
+            "ckpt_path: expected a checkpoint of a lit_madrl",
+        ),
+        (
+            "test",
+            ("--ckpt_path", checkpoint, *lora),
+            "ckpt_path: expected weights of this policy, got others",
+        ),
+        ("fit", ("--ckpt_path", checkpoint, *lora), "ckpt_path: expected weights of this policy, got others"),
+        ("fit", ("--trainer.max_steps", "-1"), "trainer.max_steps: expected a number >= 1"),
+        ("fit", stop, "sampling.stop: expected strings of one token, got 'two words'"),
+    ):
+        assert complaint(capsys, command, *arguments, *given).startswith(f"error: {expected}")
+
+
+@pytest.mark.parametrize(
+    ("line", "function", "module"),
+    [
+        ("int('x')", "on_fit_start", "lit_madrl.learners.base"),  # which no check of ours raised
+        ("for a, b in zip([1], [], strict=True): pass", "on_fit_start", "lit_madrl.learners.base"),
+        ("raise ValueError('a: expected b, got c')", "training_step", "lit_madrl.learners.base"),
+        ("raise ValueError('a: expected b, got c')", "on_fit_start", "somebody.else"),
+        ("raise RuntimeError('a: expected b, got c')", "on_fit_start", "lit_madrl.learners.base"),
+    ],
+)
+def test_other_errors_keep_their_traceback(line: str, function: str, module: str) -> None:
+    with pytest.raises((ValueError, RuntimeError)), one_line_refusals():
+        failing(line, function, module)()
+
+
+def test_a_refusal_of_ours_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped, one_line_refusals():
+        failing("raise ValueError('a: expected b, got c')", "on_fit_start", "lit_madrl.learners.base")()
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == "error: a: expected b, got c\n"
+
+
+def failing(line: str, function: str, module: str) -> Any:
+    """A function of that name and module whose body is ``line``."""
+    names: dict[str, Any] = {"__name__": module}
+    exec(f"def {function}():\n    {line}", names)
+    return names[function]
+
+
+def test_the_installed_command_succeeds(tiny_choice: Path, tmp_path: Path) -> None:
+    """As the script does that pip makes of the entry point."""
+    module, function = PROJECT["scripts"]["lit-madrl"].split(":")
+    script = f"import sys\nfrom {module} import {function}\nsys.exit({function}())"
+    command = [sys.executable, "-c", script, "fit", "-c", str(BASE), *small(tiny_choice, tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "model" / "config.json").is_file()
 
 
 def test_the_last_checkpoint(tiny_choice: Path, tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import signal
-import socket
 
 import pytest
 import torch
@@ -93,31 +93,45 @@ def test_a_second_request_is_obeyed_at_once(command: Command) -> None:
 
 def test_a_signal_to_one_rank_stops_all(command: Command) -> None:
     """And a run on two ranks, stopped and killed, is the one that was not."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
-
-    def both(name: str, *signals: Signal) -> list[int]:
-        environment = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "NODE_RANK": "0",
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
-        arguments = ["--trainer.devices", "2", "--trainer.strategy", "ddp", "--trainer.max_steps", "4"]
-        processes = [
-            command.start(
-                name,
-                *(signals if rank else ()),
-                arguments=arguments,
-                environment=environment | {"LOCAL_RANK": str(rank)},
-            )
-            for rank in range(2)
-        ]
-        return [command.status(name, process) for process in processes]
-
-    assert both("ranks") == [0, 0], command.said("ranks")
-    stopped = both("stopped", Signal(GENERATE, 3, number=signal.SIGTERM))
-    assert stopped == [INTERRUPTED, 0], command.said("stopped")
-    assert both("stopped") == [0, 0]
+    ddp = ("--trainer.strategy", "ddp")
+    assert command.on_two_ranks("ranks", ddp) == [0, 0], command.said("ranks")
+    asked = Signal(GENERATE, 3, number=signal.SIGTERM)
+    assert command.on_two_ranks("stopped", ddp, (1, asked)) == [INTERRUPTED, 0], command.said("stopped")
+    assert command.on_two_ranks("stopped", ddp) == [0, 0]
     assert_same_run(command.folder / "stopped", command.folder / "ranks")
+
+
+FSDP = ["-c", "configs/scale/fsdp.yaml", "--trainer.strategy.init_args.save_distributed_checkpoint", "true"]
+WRITER = "torch.distributed.checkpoint.filesystem:FileSystemWriter"
+# In the saves of one checkpoint in shares, each over the former: which rank dies of what, and the step that is left.
+SHARED_DEATHS = [
+    (0, Signal(f"{WRITER}.finish", 2), 1),  # the shares are there, what is in them is not
+    (1, Signal(f"{WRITER}.write_data", 2), 2),
+    (
+        0,
+        Signal("pathlib:Path.rename", 1, "after"),
+        2,
+    ),  # the former has another name, the new one has none yet
+    (0, Signal("shutil:rmtree", 2), 3),  # the former is still there
+]
+
+
+def test_killed_while_ranks_write_their_shares(command: Command) -> None:
+    saver = {"every_n_train_steps": 1, "save_last": True, "save_top_k": 0}
+    callbacks = [
+        {"class_path": "StepCheckpoint", "init_args": saver},
+        {"class_path": "CompletionTable", "init_args": {"every_n_steps": 1}},
+    ]
+    strategy = [*FSDP, "--trainer.callbacks", json.dumps(callbacks)]
+    assert command.on_two_ranks("shares", strategy) == [0, 0], command.said("shares")
+    for rank, death, step in SHARED_DEATHS:
+        statuses = command.on_two_ranks("lost shares", strategy, (rank, death))
+        assert statuses[rank] == -signal.SIGKILL, command.said("lost shares")
+        assert statuses[1 - rank] > 0, command.said("lost shares")
+        assert command.step("lost shares") == step, death
+    assert command.on_two_ranks("lost shares", strategy) == [0, 0], command.said("lost shares")
+    lost, whole = (command.folder / name for name in ("lost shares", "shares"))
+    assert_same_run(lost, whole)
+    model = "model/model.safetensors"
+    assert (lost / model).read_bytes() == (whole / model).read_bytes()
+    assert [path.name for path in (lost / "checkpoints").iterdir()] == ["last.ckpt"]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 Reduce = Callable[[Tensor], Tensor]
@@ -134,7 +133,7 @@ class PrefixSelector(nn.Module):
         return ratio
 
     @torch.no_grad()
-    def update(self, level_indices: Tensor, feedback: Tensor, reduce: Reduce | None = None) -> LevelTotals:
+    def update(self, level_indices: Tensor, feedback: Tensor, reduce: Reduce) -> LevelTotals:
         """Learn from every continuation of a batch; nothing changes if no rank has one.
 
         A collective operation: call it on all ranks, those without continuations included.
@@ -142,12 +141,13 @@ class PrefixSelector(nn.Module):
         Args:
             level_indices: ``[N]`` long, the level of each of this rank's continuations.
             feedback: ``[N]``, their W.
-            reduce: sums a tensor over ranks; default all-reduce where ``torch.distributed`` is initialized.
+            reduce: sums a tensor over ranks, as the collector does: an all-reduce of one's own would hang where
+                ranks run a sharded model in step.
 
         Returns:
             The global totals by level, for logs.
         """
-        totals = LevelTotals(*(reduce or global_sum)(self._totals(level_indices, feedback)))
+        totals = LevelTotals(*reduce(self._totals(level_indices, feedback)))
         count = totals.counts.sum()
         if count > 0:
             advantage = totals.feedback - self.baseline * totals.counts
@@ -180,11 +180,3 @@ class PrefixSelector(nn.Module):
         share = (log_learned - log_learned.logaddexp((epsilon / len(self.levels)).log())).exp()
         soft = self.phi.softmax(-1)
         return share.unsqueeze(-1) * (torch.eye(len(soft)).to(soft) - soft)
-
-
-def global_sum(tensor: Tensor) -> Tensor:
-    """The sum over all ranks, the tensor itself where there is one."""
-    if dist.is_available() and dist.is_initialized():
-        tensor = tensor.clone()
-        dist.all_reduce(tensor)
-    return tensor

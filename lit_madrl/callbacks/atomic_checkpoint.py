@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 
-PART = ".part"
+from lit_madrl.strategies import OLD, PART, put_in_place, tidy
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -31,32 +31,29 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return
         final = Path(path)
         final.parent.mkdir(parents=True, exist_ok=True)
-        # One process saves at a time, so these are of processes that died while they were saving.
-        for leftover in final.parent.glob(f"*{PART}"):
-            self.remove_checkpoint(leftover)
+        tidy(final.parent)
         part = final.with_name(final.name + PART)
         try:
             with part.open("wb") as file:
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
-            part.replace(final)
+            put_in_place(part, final)
         except BaseException:
             part.unlink(missing_ok=True)  # a full disk should not stay full
             raise
-        folder = os.open(final.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # the new name, too, must survive a power cut
-        finally:
-            os.close(folder)
 
 
 def newest_checkpoint(folders: Iterable[str | Path]) -> Path | None:
     """The checkpoint last written to ``folders`` that a run can go on from; None if there is none.
 
-    Whatever its name: ``last.ckpt`` may be a link whose file was just replaced, or may not be kept at all.
+    Whatever its name: ``last.ckpt`` may be a link whose file was just replaced, or may not be kept at all; and where
+    a process died while it replaced a checkpoint, that is ``NAME.ckpt.old``.
     """
-    found = [path for folder in folders for path in Path(folder).glob("*.ckpt") if path.exists()]
+    found: list[Path] = []
+    for folder in map(Path, folders):
+        found += [path for path in folder.glob("*.ckpt") if path.exists()]
+        found += [old for old in folder.glob(f"*.ckpt{OLD}") if not os.path.lexists(old.with_suffix(""))]
     newest_first = sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
     return next((path for path in newest_first if _has_optimizer(path)), None)
 

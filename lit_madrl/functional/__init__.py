@@ -21,6 +21,13 @@ from lit_madrl.functional.frequencies import (
     group_total,
     leave_one_out_frequencies,
 )
+from lit_madrl.functional.importance import (
+    masked_weights,
+    mean_of_copies,
+    out_of_bounds,
+    sequence_log_ratios,
+    truncated_weights,
+)
 from lit_madrl.functional.kl import KLKind, kl_estimate, linearized_exp
 from lit_madrl.functional.logprobs import selected_logprobs
 from lit_madrl.functional.pass_at_k import average_at_k, pass_at_k
@@ -56,14 +63,19 @@ __all__ = [
     "l2_reward",
     "leave_one_out_frequencies",
     "linearized_exp",
+    "masked_weights",
+    "mean_of_copies",
+    "out_of_bounds",
     "pass_at_k",
     "prefix_length",
     "reference_surprisal",
     "reverse_kl",
     "reverse_kl_reward",
     "selected_logprobs",
+    "sequence_log_ratios",
     "smooth_target",
     "token_weights",
+    "truncated_weights",
     "validate_target",
     "weighted_token_sum",
 ]

@@ -8,6 +8,7 @@ first, and where anything about it is different everything here is ``F.linear``.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -16,13 +17,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 _log = logging.getLogger(__name__)
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 LEAST_WORK = 2**21
-"""Multiply-adds from which oneDNN is faster: its call takes about 20 microseconds more."""
+"""Multiply-adds of a product from which oneDNN is faster: a call takes some 15 microseconds more."""
+
+LEAST_TRAINED = 2**22
+"""The same where autograd records a function of ours: as much again for Python's part in it."""
 
 LEAST_SIDE = 4
 """Fewer rows, and no kernel computes faster than it reads the weight."""
@@ -41,50 +46,57 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         ``[..., V]``.
     """
-    kernel = _kernel_for(x, weight)
+    trained = torch.is_grad_enabled() and (
+        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    )
+    kernel = _kernel_for(x, weight, LEAST_TRAINED if trained else LEAST_WORK)
     if kernel is None or (bias is not None and bias.dtype != weight.dtype):
         return F.linear(x, weight, bias)
-    trained = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    if torch.is_grad_enabled() and trained:
+    if trained:
         return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call, no-any-return]
     return kernel(x, weight, bias)
 
 
-def matmul_transposed(a: Tensor, b: Tensor) -> Tensor:
-    """``a b^T`` of ``[N, E]`` and ``[M, E]``, outside autograd."""
-    kernel = _kernel_for(a, b)
+def matmul_transposed(a: Tensor, b: Tensor, fast: bool = True) -> Tensor:
+    """``a b^T`` of ``[N, E]`` and ``[M, E]``, outside autograd; never by oneDNN's operator unless ``fast``."""
+    kernel = _kernel_for(a, b) if fast else None
     return a @ b.T if kernel is None else kernel(a, b, None)
 
 
-def transposed_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """``a^T b`` of ``[N, V]`` and ``[N, E]``, outside autograd: the gradient of a weight."""
-    if _kernel_for(a.T, b.T) is None:
+def transposed_matmul(a: Tensor, b: Tensor, fast: bool = True) -> Tensor:
+    """``a^T b`` of ``[N, V]`` and ``[N, E]``, the gradient of a weight; the rest as for ``matmul_transposed``."""
+    if not fast or _kernel_for(a.T, b.T) is None:
         return a.T @ b
     # oneDNN's operator copies a transposed first operand: let that be the smaller one.
     return matmul_transposed(b.T, a.T).T if a.shape[1] > b.shape[1] else matmul_transposed(a.T, b.T)
 
 
-def pays(rows: int, inner: int, columns: int) -> bool:
+def pays(rows: int, inner: int, columns: int, least: int | None = None) -> bool:
     """Whether oneDNN is the faster one for ``[rows, inner] x [inner, columns]``."""
-    return min(rows, inner, columns) >= LEAST_SIDE and rows * inner * columns >= LEAST_WORK
+    work = rows * inner * columns
+    return work >= (LEAST_WORK if least is None else least) and min(rows, inner, columns) >= LEAST_SIDE
 
 
 @cache
 def onednn() -> Product | None:
-    """oneDNN's ``x W^T + b`` of float32 on this machine's CPU; None where MKL is as fast or the operator is not there."""
+    """oneDNN's ``x W^T + b`` of float32 on this machine's CPU; None where MKL is as fast or it cannot be had."""
     name = torch.cpu.get_capabilities().get("cpu_name", "")
     kernel, reason = None, f"not needed on {name}"
     if "AMD" in name:
-        kernel, reason = _checked_operator()
+        kernel, reason = checked_operator()
     _log.debug("float32 linear layers on CPU: %s", reason)
     return kernel
 
 
-def _checked_operator() -> tuple[Product | None, str]:
+def checked_operator() -> tuple[Product | None, str]:
+    """oneDNN's operator, if it is there and right, and what to say about it."""
     try:
-        operator: Any = torch.ops.mkldnn._linear_pointwise.default
+        packet: Any = torch.ops.mkldnn._linear_pointwise
+        operator = packet.default
 
         def kernel(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            if not (weight.is_contiguous() or weight.T.is_contiguous()):  # an expanded gradient, say
+                weight = weight.contiguous()
             return operator(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
 
         x, weight, bias = (torch.linspace(-1, 1, n, dtype=torch.float32) for n in (2 * 3 * 5, 7 * 5, 7))
@@ -93,22 +105,28 @@ def _checked_operator() -> tuple[Product | None, str]:
             got, expected = kernel(a, b, bias), F.linear(a, b, bias)
             if got.shape != expected.shape or not torch.allclose(got, expected, rtol=0, atol=1e-5):
                 return None, "F.linear, as oneDNN's operator computes something else"
+        if packet not in flop_registry:  # PyTorch's counter does not know the operator
+            register_flop_formula(packet)(_flops)
     except Exception as error:  # a private operator: whatever it does, there is another way
         return None, f"F.linear, as oneDNN's operator fails: {error}"
     return kernel, "oneDNN"
 
 
-def _kernel_for(x: Tensor, weight: Tensor) -> Product | None:
-    """oneDNN's operator, for plain float32 tensors on a CPU that are large enough."""
-    if not (x.is_cpu and weight.is_cpu and x.dtype is weight.dtype is torch.float32):
-        return None
+def _flops(x: tuple[int, ...], weight: tuple[int, ...], *args: Any, **kwargs: Any) -> int:
+    return 2 * math.prod(x) * weight[0]
+
+
+def _kernel_for(x: Tensor, weight: Tensor, least: int | None = None) -> Product | None:
+    """oneDNN's operator, for plain float32 tensors on a CPU that are large enough; first what refuses most often."""
     if weight.dim() != 2 or x.dim() < 2 or x.shape[-1] != weight.shape[1]:
         return None  # F.linear's matter, and its error message
     columns, inner = weight.shape
-    if not pays(x.numel() // max(inner, 1), inner, columns):
+    if not pays(x.numel() // max(inner, 1), inner, columns, least):
+        return None
+    if not (x.is_cpu and weight.is_cpu and x.dtype is weight.dtype is torch.float32):
         return None
     plain = all(type(operand) in (Tensor, nn.Parameter) for operand in (x, weight))  # no DTensor, say
-    if not plain or torch.is_autocast_enabled("cpu") or not torch.backends.mkldnn.enabled:  # type: ignore[attr-defined]
+    if not plain or torch.is_autocast_enabled("cpu") or not torch.backends.mkldnn.enabled:
         return None
     return onednn()
 
@@ -123,7 +141,7 @@ class _Linear(torch.autograd.Function):
         return kernel(x, weight, bias)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2)

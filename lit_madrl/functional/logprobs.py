@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lit_madrl.functional.linear import matmul_transposed, transposed_matmul
+
 LOGITS_BUDGET = 2**24
-"""Largest number of logits in memory at once: 64 MiB in float32."""
+"""Most logits computed at once: 64 MiB in float32."""
+
+CPU_TILE = 2**22
+"""The same on a CPU: what its caches hold, and its allocator gives again without new pages."""
+
+KEPT_LOGITS = 2**26
+"""Most probabilities that wait for backward: 256 MiB. The others are made again: a fourth product beside three."""
+
+FEWEST_COLUMNS = 512
+MOST_COLUMNS = 4096  # float32 loses accuracy in softmax's sum over more
 
 
 def chunk_tokens_for(vocabulary: int) -> int:
-    """Tokens a chunk so that a chunk's logits stay within ``LOGITS_BUDGET``."""
+    """Tokens a chunk where the logits of a chunk are made for the whole vocabulary."""
     return max(1, LOGITS_BUDGET // vocabulary)
 
 
@@ -24,11 +35,13 @@ def selected_logprobs(
     bias: Tensor | None = None,
     temperature: float = 1.0,
     chunk_tokens: int | None = None,
+    fast: bool = True,
 ) -> Tensor:
     """log softmax((h W^T + b) / temperature) at the given ids, in float32.
 
-    The vocabulary logits are made chunk by chunk and made again in backward, so memory is
-    ``chunk_tokens * V`` rather than ``N * V``; when one chunk holds all tokens it is kept instead.
+    Logits are made tile by tile, some columns (tokens of the vocabulary) for as many rows as fit. A tile's softmax and
+    normalizer are all that both passes need, so with ``l_c`` the normalizer of tile c and ``l = log sum_c exp l_c``
+    the gradient in its logits is ``onehot - softmax_c exp(l_c - l)``. Up to ``KEPT_LOGITS`` of them are kept.
 
     Args:
         hidden: ``[N, E]`` final hidden states.
@@ -36,7 +49,8 @@ def selected_logprobs(
         ids: ``[N]`` long, the token whose log-probability is asked at each position.
         bias: ``[V]`` or None.
         temperature: divides the logits; > 0.
-        chunk_tokens: tokens a chunk; default fits ``LOGITS_BUDGET``.
+        chunk_tokens: most rows of a tile; default is what leaves it ``FEWEST_COLUMNS``.
+        fast: let oneDNN multiply where it is faster, see :mod:`lit_madrl.functional.linear`.
 
     Returns:
         ``[N]`` float32 (float64 for float64 input), nats.
@@ -48,18 +62,45 @@ def selected_logprobs(
         compute = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(compute), weight.to(compute)
     weight = weight.to(hidden.dtype)
-    chunk = chunk_tokens or chunk_tokens_for(weight.shape[0])
+    size = min(CPU_TILE, LOGITS_BUDGET) if hidden.is_cpu else LOGITS_BUDGET
+    shape = tile_shape(len(ids), weight.shape[0], size, chunk_tokens)
     apply: Callable[..., Tensor] = _SelectedLogprobs.apply
-    return apply(hidden, weight, bias, ids, temperature, chunk)
+    return apply(hidden, weight, bias, ids, temperature, shape, fast)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    logits = hidden @ weight.T
+class Tile(NamedTuple):
+    """Some rows and columns of the logits, and where the asked tokens are in them."""
+
+    rows: slice
+    columns: slice
+    token: Tensor  # [rows, 1] the asked token, counted within the tile, or the nearest column
+    inside: Tensor  # [rows] whether it is one of the columns
+
+
+def tile_shape(count: int, vocabulary: int, size: int, most_rows: int | None = None) -> tuple[int, int]:
+    """Rows and columns of a tile of about ``size`` logits; as many rows as there are, if that leaves enough columns."""
+    rows = max(1, min(count, most_rows or count, size // min(vocabulary, FEWEST_COLUMNS)))
+    return rows, max(1, min(vocabulary, MOST_COLUMNS, size // rows))
+
+
+def tiles(ids: Tensor, vocabulary: int, shape: tuple[int, int]) -> Iterator[Tile]:
+    """All logits in tiles, columns after columns; all rows of those come one after the other."""
+    count, (height, width) = len(ids), shape
+    for first in range(0, vocabulary, width):
+        last = min(first + width, vocabulary) - 1
+        for start in range(0, max(count, 1), height):
+            rows = slice(start, min(start + height, count))
+            near = ids[rows].clamp(first, last)
+            yield Tile(rows, slice(first, last + 1), near[:, None] - first, near == ids[rows])
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, fast: bool) -> Tensor:
+    logits = matmul_transposed(hidden, weight, fast)
     if logits.dtype != torch.float64:
         logits = logits.float()
     if bias is not None:
-        logits = logits + bias
-    return logits if temperature == 1.0 else logits / temperature
+        logits += bias
+    return logits if temperature == 1.0 else logits.div_(temperature)
 
 
 class _SelectedLogprobs(torch.autograd.Function):
@@ -71,41 +112,63 @@ class _SelectedLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         ids: Tensor,
         temperature: float,
-        chunk: int,
+        shape: tuple[int, int],
+        fast: bool,
     ) -> Tensor:
-        starts = range(0, max(hidden.shape[0], 1), chunk)
-        logprobs, normalizers, logits = [], [], None
-        for start in starts:
-            part = slice(start, start + chunk)
-            logits = _logits(hidden[part], weight, bias, temperature)
-            normalizer = logits.logsumexp(-1)
-            logprobs.append(logits.gather(-1, ids[part, None]).squeeze(-1) - normalizer)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        chosen = hidden.new_empty(ids.shape, dtype=dtype)
+        total = hidden.new_full(ids.shape, -torch.inf, dtype=dtype)
+        normalizers: list[Tensor] = []
+        kept: list[Tensor] = []
+        room = KEPT_LOGITS if any(ctx.needs_input_grad) else 0
+        for tile in tiles(ids, weight.shape[0], shape):
+            rows, columns = tile.rows, tile.columns
+            part = None if bias is None else bias[columns]
+            logits = _logits(hidden[rows], weight[columns], part, temperature, fast)
+            softmax = logits.softmax(-1)
+            # The largest logit's probability is 1 / sum exp(logit - largest): this saves a pass with exponentials.
+            normalizer = logits.amax(-1) - softmax.amax(-1).log()
+            total[rows] = torch.logaddexp(total[rows], normalizer)
+            chosen[rows] = torch.where(tile.inside, logits.gather(-1, tile.token).squeeze(-1), chosen[rows])
             normalizers.append(normalizer)
-        kept = logits if len(starts) == 1 and any(ctx.needs_input_grad) else None
-        ctx.save_for_backward(hidden, weight, bias, ids, torch.cat(normalizers), kept)
-        ctx.temperature, ctx.chunk = temperature, chunk
-        return torch.cat(logprobs)
+            room -= softmax.numel()
+            if room >= 0:
+                kept.append(softmax)
+        ctx.save_for_backward(hidden, weight, bias, ids, total, *normalizers, *kept)
+        ctx.temperature, ctx.shape, ctx.fast, ctx.tiles = temperature, shape, fast, len(normalizers)
+        return chosen - total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        hidden, weight, bias, ids, normalizers, kept = ctx.saved_tensors
+        hidden, weight, bias, ids, total, *rest = ctx.saved_tensors
+        normalizers, kept = rest[: ctx.tiles], rest[ctx.tiles :]
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros_like(weight) if need_weight else None
+        scale = (grads[0] / ctx.temperature).to(total.dtype)
+        grad_hidden = torch.zeros_like(hidden, dtype=total.dtype) if need_hidden else None
+        grad_weight = torch.empty_like(weight) if need_weight else None
         grad_bias = torch.zeros_like(bias) if need_bias else None
-        for start in range(0, hidden.shape[0], ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            logits = kept if kept is not None else _logits(hidden[part], weight, bias, ctx.temperature)
-            # d logprob / d logits = onehot(id) - softmax
-            scale = (grad[part] / ctx.temperature).to(logits.dtype)[:, None]
-            delta = (logits - normalizers[part, None]).exp_().mul_(-scale)
-            delta.scatter_add_(-1, ids[part, None], scale)
+        for index, tile in enumerate(tiles(ids, weight.shape[0], ctx.shape)):
+            rows, columns = tile.rows, tile.columns
+            if index < len(kept):
+                softmax = kept[index]
+            else:
+                part = None if bias is None else bias[columns]
+                logits = _logits(hidden[rows], weight[columns], part, ctx.temperature, ctx.fast)
+                softmax = logits.softmax(-1)
+            share = (normalizers[index] - total[rows]).exp_()
+            delta = softmax * (-scale[rows] * share)[:, None]  # kept ones are needed if backward is repeated
+            delta.scatter_add_(-1, tile.token, (scale[rows] * tile.inside)[:, None])
             if grad_bias is not None:
-                grad_bias += delta.sum(0)
+                grad_bias[columns] += delta.sum(0)
             delta = delta.to(weight.dtype)
             if grad_hidden is not None:
-                torch.mm(delta, weight, out=grad_hidden[part])
+                grad_hidden[rows] += matmul_transposed(delta, weight[columns].T, ctx.fast)
             if grad_weight is not None:
-                grad_weight.addmm_(delta.T, hidden[part])
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+                product = transposed_matmul(delta, hidden[rows], ctx.fast)
+                if rows.start == 0:
+                    grad_weight[columns] = product
+                else:
+                    grad_weight[columns] += product
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden.to(hidden.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None

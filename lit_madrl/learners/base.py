@@ -23,7 +23,7 @@ from lit_madrl.policy.policy import Policy
 from lit_madrl.policy.sharding import clip_gradient, meet, rollout_weights
 from lit_madrl.rollouts import TorchEngine
 from lit_madrl.rollouts.base import RolloutEngine
-from lit_madrl.strategies import FullySharded
+from lit_madrl.strategies import FullySharded, check_precision, check_weights
 from lit_madrl.tasks.base import Categorizer, Verifier
 from lit_madrl.types import Problem, Sampling
 
@@ -150,14 +150,14 @@ class PolicyLearner(L.LightningModule):
         scheduler = LambdaLR(optimizer, lambda step: self.schedule.factor(step, total))
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
-    def on_fit_start(self) -> None:
-        """Refuse what cannot be trained with.
+    def setup(self, stage: str) -> None:
+        """Refuse precisions that change more than they say."""
+        check_precision(str(self.trainer.precision))
 
-        Raises:
-            ValueError: the trainer's precision scales gradients, which clipping and the finite check would see.
-        """
-        if str(self.trainer.precision) == "16-mixed":
-            raise ValueError("trainer.precision: expected 32-true, bf16-mixed or bf16-true, got 16-mixed")
+    def on_fit_start(self) -> None:
+        """Refuse, before any work, stop strings that are not one token."""
+        for sampling in (self.sampling, self.eval_sampling):
+            self.collector.stop_ids(sampling)
 
     def on_train_start(self) -> None:
         """Give every rank a sampling stream of its own, or all random streams it had when the checkpoint was written.
@@ -305,6 +305,8 @@ class PolicyLearner(L.LightningModule):
             raise ValueError(
                 "ckpt_path: expected a checkpoint of a lit_madrl learner, got one of something else"
             )
+        if "state_dict" in checkpoint:  # else the strategy has loaded it
+            check_weights(self, checkpoint["state_dict"])
         state = checkpoint["lit_madrl"]
         self.prompt_cursor = state["prompt_cursor"]
         self._rank_states = state["rank_states"]

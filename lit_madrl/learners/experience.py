@@ -80,6 +80,7 @@ class Experience:
         rewards: ``[P, G]``.
         advantages: ``[P, G]``.
         generated_tokens: tokens that were sampled for it, those of augmenters included.
+        staleness: how many optimizer steps ago the policy was what sampled it.
     """
 
     problems: list[Problem]
@@ -92,6 +93,7 @@ class Experience:
     rewards: Tensor
     advantages: Tensor
     generated_tokens: int = 0
+    staleness: int = 0
 
     @property
     def dead(self) -> Tensor:
@@ -111,12 +113,13 @@ class Experience:
             self.rollouts.prefix_lengths.tolist(),
             self.origin.context.tolist(),
         )
+        size = self.advantages.shape[-1]
         return merge_rows(
             [
-                Row(prompt, tuple(ids), advantage, 1, augmenter, given, context)
+                Row(prompt, tuple(ids), advantage, 1, augmenter, given, context, (prompt * size + g,))
                 for prompt, group in enumerate(zip(*columns, strict=True))
                 if groups[prompt]
-                for ids, advantage, augmenter, given, context in zip(*group, strict=True)
+                for g, (ids, advantage, augmenter, given, context) in enumerate(zip(*group, strict=True))
             ]
         )
 

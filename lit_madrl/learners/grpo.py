@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from typing import Any, cast
+from contextlib import nullcontext
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -16,9 +17,11 @@ from lit_madrl.functional import (
     group_advantages,
     kl_estimate,
 )
+from lit_madrl.learners.ahead import RolloutsAhead
 from lit_madrl.learners.base import PolicyLearner
 from lit_madrl.learners.collector import Collector, stack_targets
 from lit_madrl.learners.experience import Experience, Origin, newly_inserted
+from lit_madrl.learners.mismatch import Mismatch
 from lit_madrl.learners.objective import Objective
 from lit_madrl.learners.ranks import bit_sums, equally_many
 from lit_madrl.learners.rows import Denominators, MicroBatch, Row, micro_batches
@@ -26,7 +29,7 @@ from lit_madrl.policy.build import adapters_disabled
 from lit_madrl.policy.policy import Policy
 from lit_madrl.policy.sharding import frozen, rollout_weights
 from lit_madrl.rewards.base import RewardShaper
-from lit_madrl.types import Problem
+from lit_madrl.types import Problem, Rollouts
 
 
 class GRPOLearner(PolicyLearner):
@@ -36,6 +39,8 @@ class GRPOLearner(PolicyLearner):
         rewards: turns the scores of a group into rewards.
         objective: the loss.
         augmenters: change the rollouts before they are rewarded, in this order.
+        rollouts_ahead: 1 samples each batch while the policy is trained on the one before, so from the weights of one
+            update ago; for engines that can, and with ``objective.importance``. 0 samples with the present weights.
         kwargs: see :class:`PolicyLearner`.
     """
 
@@ -44,14 +49,25 @@ class GRPOLearner(PolicyLearner):
         rewards: RewardShaper,
         objective: Objective = Objective(),
         augmenters: list[RolloutAugmenter] | None = None,
+        rollouts_ahead: Literal[0, 1] = 0,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         if self.sampling.temperature == 0:
             raise ValueError("sampling.temperature: expected a number > 0 for training, got 0")
+        if rollouts_ahead not in (0, 1):
+            raise ValueError(f"rollouts_ahead: expected 0 or 1, got {rollouts_ahead!r}")
+        if rollouts_ahead and objective.importance is None:
+            raise ValueError("objective.importance: expected one with rollouts_ahead = 1, got none")
+        if objective.importance is not None and not self.engine.reports_logprobs:
+            raise ValueError(
+                f"objective.importance: expected an engine that reports the sampler's log-probabilities, got "
+                f"{type(self.engine).__name__}"
+            )
         self.rewards = rewards
         self.objective = objective
         self.augmenters = torch.nn.ModuleList(augmenters or [])
+        self.ahead = RolloutsAhead(self.engine, augmenters or []) if rollouts_ahead else None
         self.experience: Experience | None = None
         # In a list, so that it is neither trained nor saved with the module.
         self._reference: list[Policy] = []
@@ -65,6 +81,8 @@ class GRPOLearner(PolicyLearner):
     def on_fit_start(self) -> None:
         """Place the reference and complain, before any work, about settings that cannot learn the target."""
         super().on_fit_start()
+        if self.ahead is not None:
+            self.ahead.restart()
         for reference in self._reference:
             if reference.sharding is None:
                 reference.to(self.device)
@@ -77,7 +95,8 @@ class GRPOLearner(PolicyLearner):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add which reference the policy is held to."""
-        super().on_save_checkpoint(checkpoint)
+        with self.ahead.undone() if self.ahead is not None else nullcontext():
+            super().on_save_checkpoint(checkpoint)
         checkpoint["lit_madrl"]["reference"] = bit_sums(self._reference)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -100,6 +119,7 @@ class GRPOLearner(PolicyLearner):
         try:
             with rollout_weights(self.trained_policy):
                 experience = self.collect(batch)
+                self._begin_next(batch)
         except (ValueError, RuntimeError) as error:
             error.add_note(f"while rollouts were collected for optimizer step {self.global_step}")
             raise
@@ -115,6 +135,8 @@ class GRPOLearner(PolicyLearner):
             "seconds/rollout": collected - begun,
             "seconds/update": time.perf_counter() - collected,
         }
+        if self.ahead is not None:
+            numbers["staleness"] = float(experience.staleness)
         numbers |= experience.describe(self.categories, self.verifier is not None, self.global_sum)
         numbers |= self.verifier.numbers() if self.verifier else {}
         for augmenter in self.augmenters:
@@ -127,7 +149,8 @@ class GRPOLearner(PolicyLearner):
         targets = stack_targets(problems, self.device, len(self.categories))
         if self.prompt_cursor == 0:
             self._warn_about(targets)
-        rollouts = sampled = collector.generate(problems, self.sampling, self._prefixes(problems, collector))
+        sampled, staleness = self._sampled(problems, collector)
+        rollouts = sampled
         texts = collector.decode(rollouts)
         scores = sampled_scores = collector.score(problems, rollouts, texts)
         origin = Origin.sampled(rollouts)
@@ -151,7 +174,27 @@ class GRPOLearner(PolicyLearner):
             rewards,
             advantages,
             collector.generated_tokens,
+            staleness,
         )
+
+    def _sampled(self, problems: list[Problem], collector: Collector) -> tuple[Rollouts, int]:
+        """Rollouts of the problems, and how many optimizer steps ago the policy was what sampled them."""
+        pending = None if self.ahead is None else self.ahead.take(problems, collector)
+        if pending is not None:
+            return pending[0], self.global_step - pending[1]
+        return collector.generate(problems, self.sampling, self._prefixes(problems, collector)), 0
+
+    def _begin_next(self, batch: list[Problem]) -> None:
+        """Begin to sample the next batch, if there will be one."""
+        last = 0 <= self.trainer.max_steps <= self.global_step + self.objective.inner_epochs
+        if self.ahead is not None and not last:
+            loader: Any = self.trainer.train_dataloader
+            self.ahead.begin(batch, loader, self.collector, self.global_step)
+
+    def on_validation_start(self) -> None:
+        """Let all ranks finish the batch that is being sampled: evaluation may bring new weights to shared servers."""
+        if self.ahead is not None and self.ahead.settle():
+            self.global_sum(0.0)
 
     def _prefixes(self, problems: list[Problem], collector: Collector) -> list[list[list[int]]] | None:
         """What all rollouts of a problem begin with, if an augmenter says so."""
@@ -178,6 +221,8 @@ class GRPOLearner(PolicyLearner):
         batches = equally_many(self._micro_batches(experience), self.trained_policy)
         reference = [self._reference_logprobs(batch) for batch in batches]
         old: list[Tensor | None] = [None] * len(batches)
+        mismatch = Mismatch(objective.importance)
+        weights = [batch.weights for batch in batches]
         # Numerators and denominators: their ratios depend neither on micro-batches nor on ranks.
         sums: dict[str, Tensor] = {}
 
@@ -189,6 +234,7 @@ class GRPOLearner(PolicyLearner):
             before = old[index]
             if before is None:  # the first epoch is on-policy: no separate pass for the old logprobs
                 before = old[index] = logprobs.detach()
+                weights[index] = mismatch.corrected(batch, before)
             clip = (objective.clip_low, objective.clip_high)
             token_loss = clipped_surrogate(logprobs, before, batch.advantages, *clip)
             token_loss = self._with_inserted(token_loss, logprobs, batch)
@@ -202,7 +248,7 @@ class GRPOLearner(PolicyLearner):
                 add("kl", (batch.weights * kl.detach()).sum())
                 add("weight", batch.weights.sum())
                 token_loss = token_loss + objective.beta * kl
-            return (batch.weights * token_loss).sum()
+            return (weights[index] * token_loss).sum()
 
         for _ in range(objective.inner_epochs):
             sums.clear()
@@ -216,7 +262,12 @@ class GRPOLearner(PolicyLearner):
         }
         if "kl" in summed:
             numbers["kl"] = summed["kl"] / summed["weight"] if summed["weight"] else 0.0
-        return numbers
+        return numbers | mismatch.numbers(self.global_sum, self._global_max)
+
+    def _global_max(self, value: float) -> float:
+        """The largest value of all ranks."""
+        ranks = range(self.trainer.world_size)
+        return max(self.global_sum(*(value if rank == self.global_rank else 0.0 for rank in ranks)))
 
     def _with_inserted(self, token_loss: Tensor, logprobs: Tensor, batch: MicroBatch) -> Tensor:
         """The loss of inserted rows is what their augmenter says."""
@@ -246,6 +297,7 @@ class GRPOLearner(PolicyLearner):
             Denominators(max(sequences, 1), max(tokens, 1), longest),
             self.micro_batch_tokens,
             self.device,
+            rollouts.sampler_logprobs.flatten(0, 1).cpu() if self.engine.reports_logprobs else None,
         )
 
     @torch.no_grad()

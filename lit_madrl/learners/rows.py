@@ -24,6 +24,7 @@ class Row(NamedTuple):
         augmenter: index of the augmenter that inserted it, -1 for the policy's own.
         given: how many tokens at its start were given rather than sampled.
         context: how many tokens at its start are not learned.
+        members: indices of its copies among all P x G rollouts, where they have a sampler's log-probabilities.
     """
 
     prompt: int
@@ -33,6 +34,7 @@ class Row(NamedTuple):
     augmenter: int = -1
     given: int = 0
     context: int = 0
+    members: tuple[int, ...] = ()
 
     @property
     def learned(self) -> int:
@@ -41,12 +43,53 @@ class Row(NamedTuple):
 
 
 def merge_rows(rows: Sequence[Row]) -> list[Row]:
-    """Rows that are the same but for their copies, as one: they have the same loss, so this is exact."""
-    merged: dict[Row, int] = {}
+    """Rows that are the same but for their copies, as one: they have the same loss, so this is exact.
+
+    Copies may have been drawn with log-probabilities that differ by rounding; ``members`` keeps them apart.
+    """
+    same: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
-        key = row if row.copies == 1 else row._replace(copies=1)
-        merged[key] = merged.get(key, 0) + row.copies
-    return [row._replace(copies=copies) for row, copies in merged.items()]
+        key = row.prompt, row.ids, row.advantage, row.augmenter, row.given, row.context
+        same.setdefault(key, []).append(row)
+    return [
+        equal[0]._replace(
+            copies=sum(row.copies for row in equal), members=tuple(m for row in equal for m in row.members)
+        )
+        for equal in same.values()
+    ]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """With what log-probabilities the policy's own rows of a micro-batch were drawn: E tokens of C completions.
+
+    Every copy of a row has its own; given tokens have none.
+
+    Attributes:
+        logprobs: ``[E]`` nats, of the sampler.
+        token: ``[E]`` long, which of the M tokens of the micro-batch it is.
+        copy: ``[E]`` long in 0..C-1, which completion it belongs to.
+        copies: C.
+    """
+
+    logprobs: Tensor
+    token: Tensor
+    copy: Tensor
+    copies: int
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], sampler_logprobs: Tensor, device: torch.device | str) -> Drawn:
+        """The log-probabilities of ``rows`` out of those of all rollouts, ``[P x G, T]``."""
+        own = [(row, member) for row, r in enumerate(rows) if r.augmenter < 0 for member in r.members]
+        row, member = torch.tensor(own, dtype=torch.long).view(-1, 2).unbind(1)
+        lengths = torch.tensor([len(r.ids) for r in rows])
+        given = torch.tensor([r.given for r in rows])
+        columns = torch.arange(sampler_logprobs.shape[-1])
+        sampled = (columns >= given[row, None]) & (columns < lengths[row, None])
+        copy, column = sampled.nonzero().unbind(1)
+        token = (lengths.cumsum(0) - lengths)[row][copy] + column
+        logprobs = sampler_logprobs[member[copy], column]
+        return cls(logprobs.to(device), token.to(device), copy.to(device), len(own))
 
 
 @dataclass(frozen=True)
@@ -59,6 +102,7 @@ class MicroBatch:
         weights: ``[M]``, the share of each token's loss in the loss of the whole (global) batch.
         augmenter: ``[M]`` long, which augmenter inserted each token's row; -1 for the policy's own.
         given: ``[M]`` bool, tokens that were given rather than sampled.
+        drawn: how the sampler drew them; None where that is not known.
     """
 
     packed: PackedBatch
@@ -66,6 +110,7 @@ class MicroBatch:
     weights: Tensor
     augmenter: Tensor
     given: Tensor
+    drawn: Drawn | None = None
 
 
 @dataclass(frozen=True)
@@ -84,8 +129,12 @@ def micro_batches(
     denominators: Denominators,
     budget: int | None,
     device: torch.device | str,
+    sampler_logprobs: Tensor | None = None,
 ) -> list[MicroBatch]:
-    """Pack rows into as few micro-batches as ``budget`` tokens each allow (a single longer row stands alone)."""
+    """Pack rows into as few micro-batches as ``budget`` tokens each allow (a single longer row stands alone).
+
+    ``sampler_logprobs`` are those of all rollouts, ``[P x G, T]``, on the CPU.
+    """
     batches = []
     for part in _split(prompts, sorted(rows, key=lambda row: row.prompt), budget):
         used = sorted({row.prompt for row in part})
@@ -102,13 +151,16 @@ def micro_batches(
         of_row = packed.rows
         position = torch.cat([torch.arange(len(row.ids)) for row in part])
         learned = position >= torch.tensor([row.context for row in part])[of_row]
-        columns = (
-            torch.tensor([row.advantage for row in part])[of_row],
-            weights[of_row] * learned,
-            torch.tensor([row.augmenter for row in part])[of_row],
-            position < torch.tensor([row.given for row in part])[of_row],
+        batches.append(
+            MicroBatch(
+                packed=packed.to(device),
+                advantages=torch.tensor([row.advantage for row in part])[of_row].to(device),
+                weights=(weights[of_row] * learned).to(device),
+                augmenter=torch.tensor([row.augmenter for row in part])[of_row].to(device),
+                given=(position < torch.tensor([row.given for row in part])[of_row]).to(device),
+                drawn=None if sampler_logprobs is None else Drawn.of(part, sampler_logprobs, device),
+            )
         )
-        batches.append(MicroBatch(packed.to(device), *(column.to(device) for column in columns)))
     return batches
 
 

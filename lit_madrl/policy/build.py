@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from lit_madrl.policy.policy import Packing, Policy
+from lit_madrl.policy.policy import LinearKernel, Packing, Policy
 from lit_madrl.policy.sharding import Sharding, parameters_on_meta, shard_and_load, whole_weights
 
 
@@ -34,6 +34,7 @@ class PolicyConfig:
         lora: keyword arguments of ``peft.LoraConfig`` to train adapters only; none trains all weights.
         gradient_checkpointing: compute activations again in backward to save memory.
         packing: see :class:`lit_madrl.policy.policy.Policy`.
+        linear: see :class:`lit_madrl.policy.policy.Policy`.
     """
 
     pretrained: str
@@ -41,6 +42,7 @@ class PolicyConfig:
     lora: dict[str, Any] | None = None
     gradient_checkpointing: bool = False
     packing: Packing = "auto"
+    linear: LinearKernel = "auto"
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's own tokenizer."""
@@ -103,7 +105,7 @@ class PolicyConfig:
             if self.lora is not None:
                 model.enable_input_require_grads()
         # from_pretrained gives evaluation mode, in which gradient checkpointing would do nothing.
-        return Policy(model, self.packing).train()
+        return Policy(model, self.packing, self.linear).train()
 
 
 def _checked(pretrained: str) -> str:

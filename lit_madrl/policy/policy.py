@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lit_madrl.functional.logprobs import chunk_tokens_for, selected_logprobs
 from lit_madrl.policy.attention import SHARED_PREFIX
+from lit_madrl.policy.linear import FastLinear, use_fast_linears
 from lit_madrl.policy.packing import PackedBatch, padded_inputs
 
+if TYPE_CHECKING:
+    from lit_madrl.policy.sharding import InStep, Sharding
+
 Packing = Literal["auto", "shared_prefix", "padded"]
+LinearKernel = Literal["auto", "torch"]
 
 # Settings with which a model's logits are not `lm_head(hidden)` alone, or its attention not plain causal.
 _LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -54,11 +59,21 @@ class Policy(nn.Module):
         model: a causal language model of transformers.
         packing: ``shared_prefix`` computes prompts once and pads nothing, ``padded`` repeats them, ``auto`` packs
             where that is exact (see :func:`why_not_packed`).
+        linear: ``auto`` computes float32 linear layers by oneDNN on CPUs where that is faster (equal up to rounding),
+            ``torch`` always by ``F.linear``.
+
+    Attributes:
+        sharding: how the weights are divided over ranks; None when each rank has all of them.
+        in_step: keeps ranks in step while such a policy samples, see :func:`lit_madrl.policy.sharding.rollout_weights`.
     """
 
-    def __init__(self, model: PreTrainedModel, packing: Packing = "auto") -> None:
+    def __init__(
+        self, model: PreTrainedModel, packing: Packing = "auto", linear: LinearKernel = "auto"
+    ) -> None:
         super().__init__()
         self.model = model
+        self.sharding: Sharding | None = None
+        self.in_step: InStep | None = None
         reason = why_not_packed(model)
         if packing == "shared_prefix" and reason is not None:
             raise ValueError(
@@ -67,6 +82,10 @@ class Policy(nn.Module):
         self.packed = packing != "padded" and reason is None
         if self.packed:
             model.set_attn_implementation(SHARED_PREFIX)
+        if linear not in ("auto", "torch"):
+            raise ValueError(f"policy.linear: expected 'auto' or 'torch', got {linear!r}")
+        if linear == "auto":
+            use_fast_linears(model)
         _disable_dropout(model)
 
     def forward(self, batch: PackedBatch, temperature: float = 1.0) -> Tensor:
@@ -92,8 +111,9 @@ class Policy(nn.Module):
 
     def _head(self, hidden: Tensor, ids: Tensor, temperature: float) -> Tensor:
         head: Any = self.model.get_output_embeddings()
-        if type(head) is nn.Linear:
-            return selected_logprobs(hidden, head.weight, ids, head.bias, temperature)
+        if type(head) in (nn.Linear, FastLinear):
+            fast = type(head) is FastLinear
+            return selected_logprobs(hidden, head.weight, ids, head.bias, temperature, fast=fast)
 
         # A wrapped head (an adapter, say) is called as it is, in chunks whose logits backward makes again.
         def chunk_logprobs(h: Tensor, i: Tensor) -> Tensor:

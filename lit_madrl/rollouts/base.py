@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -16,7 +17,15 @@ class RolloutEngine(ABC):
 
     An engine owns its random state: equal seeds and weights give equal rollouts, whatever else the process
     drew in between, and ``state_dict`` lets a resumed run continue the very same stream.
+
+    Attributes:
+        reports_logprobs: whether ``Rollouts.sampler_logprobs`` are what they say; an engine that does not know them
+            gives zeros.
+        generates_ahead: whether it can go on sampling from former weights while the policy is trained.
     """
+
+    reports_logprobs: ClassVar[bool] = True
+    generates_ahead: ClassVar[bool] = False
 
     @abstractmethod
     def seed(self, seed: int) -> None:
@@ -46,6 +55,15 @@ class RolloutEngine(ABC):
             limits: ``[P, G]`` long, longest completion a row, prefix included; default
                 ``sampling.max_new_tokens`` for all.
         """
+
+    def generate_ahead(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, stop_ids: Sequence[int]
+    ) -> Future[Rollouts]:
+        """Begin what :meth:`generate` does; it goes on in the background, from the weights as they are now.
+
+        Random numbers are drawn before it returns, and a later ``generate`` waits for it: neither disturbs the other.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot generate in the background")
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

@@ -63,10 +63,14 @@ class RowLayer(DynamicLayer):  # type: ignore[misc, unused-ignore]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append ``[rows, heads, new, dim]`` states; all states so far."""
+        """Append ``[rows, heads, new, dim]`` states; all states so far.
+
+        Under autocast the float32 weights of a norm make keys float32. They are kept in the values' dtype, to which
+        attention would cast them anyway.
+        """
         past = self.get_seq_length()
         self.device = key_states.device
-        self.keys = self._key_buffer.append(key_states, past)
+        self.keys = self._key_buffer.append(key_states.to(value_states.dtype), past)
         self.values = self._value_buffer.append(value_states, past)
         self.is_initialized = True
         return self.keys, self.values

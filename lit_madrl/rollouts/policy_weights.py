@@ -21,22 +21,31 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         ValueError: the model's weights are sharded over processes.
     """
     layers = adapter_layers(model)
-    for name, layer in layers.items():
-        merged = copy.deepcopy(
-            layer
-        )  # merging in place and undoing it would move the base weights by rounding
-        if not layer.disable_adapters:
-            merged.merge()
-        for key, value in merged.get_base_layer().state_dict().items():
-            yield f"{name}.{key}", value
     inside = tuple(f"{name}." for name in layers)
-    for name, value in model.state_dict().items():
-        if isinstance(value, DTensor):
-            raise ValueError(
-                f"policy: expected whole weights on each process, got {name} sharded over several"
-            )
+    for name, value in _state(model):
         if not name.startswith(inside):
             yield name, value
+    for name, layer in layers.items():
+        # Merging in place and undoing it would move the base weights by rounding.
+        merged = copy.deepcopy(layer)
+        if not layer.disable_adapters:
+            merged.merge()
+        for key, value in _state(merged.get_base_layer()):
+            yield f"{name}.{key}", value
+
+
+def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The names and tensors of ``model.state_dict()``, which would put gathered weights (FSDP2) back into shares."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        own = {**module._parameters, **module._buffers}
+        for name, value in own.items():
+            if isinstance(value, DTensor):
+                raise ValueError(
+                    f"policy: expected whole weights on each process, got {prefix}.{name} sharded over several: "
+                    "an engine with a copy of the weights needs FullySharded(gather_rollouts=true)"
+                )
+            if value is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".removeprefix("."), value.detach()
 
 
 def fingerprint(model: nn.Module) -> Tensor:
@@ -44,7 +53,7 @@ def fingerprint(model: nn.Module) -> Tensor:
 
     Version counters do not do: a fused optimizer step leaves ``Tensor._version`` as it was.
     """
-    distinct = {value.data_ptr(): value for value in model.state_dict().values()}
+    distinct = {value.data_ptr(): value for _, value in _state(model)}
     sums = [_column_sums(value) for value in distinct.values()]
     switches = [layer.disable_adapters for layer in adapter_layers(model).values()]
     return torch.cat([*sums, torch.tensor(switches, device=sums[0].device, dtype=torch.long)])

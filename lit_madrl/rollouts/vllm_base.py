@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -80,7 +80,19 @@ class VLLMBase(RolloutEngine):
             ValueError: an input is malformed, does not fit the model, or is outside of what vLLM accepts.
             RuntimeError: ``sync_weights`` was never called, or the model's logits are not finite.
         """
-        if self._model is None:
+        return self._begin(prompts, sampling, stop_ids, prefixes, limits)()
+
+    def _begin(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        stop_ids: Sequence[int],
+        prefixes: Prefixes | None = None,
+        limits: Tensor | None = None,
+    ) -> Callable[[], Rollouts]:
+        """Check, draw seeds and prepare; what is left to do is ``_complete``, which is all that takes long."""
+        model = self._model
+        if model is None:
             raise RuntimeError(
                 f"{type(self).__name__}.generate: expected sync_weights(policy) to be called first"
             )
@@ -90,12 +102,22 @@ class VLLMBase(RolloutEngine):
                 f"Sampling.temperature: expected 0 or a number in [{lowest}, {highest}] (what vLLM samples with), "
                 f"got {sampling.temperature}"
             )
-        request = Request.build(self._model, prompts, sampling, stop_ids, prefixes, limits)
+        request = Request.build(model, prompts, sampling, stop_ids, prefixes, limits)
         jobs = split(request, sampling, self._generator)
-        results = self._complete(self._model, jobs, sampling, list(stop_ids))
-        if sampling.temperature == 0:  # a point mass; vLLM gives log-probabilities at temperature 1
-            results = [[Continuation(x.tokens, [0.0] * len(x.tokens)) for x in group] for group in results]
-        return request.rollouts(list(draws(jobs, results, request.room.device)))
+        self._prepare(model, max(len(job.ids) + job.max_tokens for job in jobs))
+
+        def completed() -> Rollouts:
+            results = self._complete(model, jobs, sampling, list(stop_ids))
+            if sampling.temperature == 0:  # a point mass; vLLM gives log-probabilities at temperature 1
+                results = [
+                    [Continuation(x.tokens, [0.0] * len(x.tokens)) for x in group] for group in results
+                ]
+            return request.rollouts(list(draws(jobs, results, request.room.device)))
+
+        return completed
+
+    def _prepare(self, model: nn.Module, length: int) -> None:
+        """Get ready for ``length`` tokens, prompt included, where that is not a part of ``_complete``."""
 
     @abstractmethod
     def _complete(

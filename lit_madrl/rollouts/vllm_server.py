@@ -10,20 +10,21 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from lit_madrl.rollouts.background import in_background
 from lit_madrl.rollouts.policy_weights import fingerprint, named_weights, serving_config
 from lit_madrl.rollouts.vllm_base import Continuation, Job, VLLMBase, request_fields, room_for
 from lit_madrl.rollouts.vllm_child import ChildServer
 from lit_madrl.rollouts.vllm_client import Server, UnavailableError
-from lit_madrl.types import Sampling
+from lit_madrl.types import Rollouts, Sampling
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.1, 2.0
 """Seconds between two attempts of which the first got nothing; each pause is twice the last."""
@@ -55,6 +56,8 @@ class VLLMServerEngine(VLLMBase):
     Raises:
         ValueError: a number is out of range.
     """
+
+    generates_ahead: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -92,11 +95,28 @@ class VLLMServerEngine(VLLMBase):
         self._version = ""
         self._folder: Path | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
+        self._in_flight: Future[Rollouts] | None = None
+
+    @torch.no_grad()
+    def generate_ahead(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, stop_ids: Sequence[int]
+    ) -> Future[Rollouts]:
+        """See ``RolloutEngine.generate_ahead``."""
+        finish = self._begin(prompts, sampling, stop_ids)
+        if self._model is not None:  # their values are about to change, and any server may need them later
+            self._write(self._model, self._version)
+        self._in_flight = in_background(finish)
+        return self._in_flight
+
+    def _prepare(self, model: nn.Module, length: int) -> None:
+        if self._in_flight is not None:
+            wait([self._in_flight])
+            self._in_flight = None
+        self._provide(model, length)
 
     def _complete(
         self, model: nn.Module, jobs: list[Job], sampling: Sampling, stop_ids: list[int]
     ) -> list[list[Continuation]]:
-        self._provide(model, max(len(job.ids) + job.max_tokens for job in jobs))
         self._troubles.clear()
         self._failures.clear()
         requests = [(job, request_fields(job, sampling, stop_ids)) for job in jobs]

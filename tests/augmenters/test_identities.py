@@ -172,7 +172,9 @@ def test_the_selector_update_is_unbiased(policy, baseline, weighting):
         for drawn in itertools.product(outcomes(selector, policy), repeat=count):
             levels, feedback, probability = zip(*drawn, strict=True)
             updated = fresh()
-            updated.update(torch.tensor(levels), torch.tensor(feedback, dtype=torch.float64))
+            updated.update(
+                torch.tensor(levels), torch.tensor(feedback, dtype=torch.float64), lambda sums: sums
+            )
             expected += math.prod(probability) * (updated.phi - phi) / updated.learning_rate
         torch.testing.assert_close(expected, count * gradient, rtol=0, atol=1e-13)
 

@@ -26,6 +26,15 @@ def indices(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.long)
 
 
+def alone(sums: Tensor) -> Tensor:
+    return sums
+
+
+def over_ranks(sums: Tensor) -> Tensor:
+    dist.all_reduce(sums)
+    return sums
+
+
 def same(actual: Tensor, expected: Tensor, atol: float = 1e-14) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
 
@@ -68,7 +77,7 @@ def test_update_by_hand():
     # sum (W - b) score: level 0 twice with W 1, 0; level 1 once with W 0.5: (1 - 0.5) and (0.5 - 0.25), so
     # 0.8 * (0.5 - 0.25) / 2 = 0.1 and its opposite; eta = 0.3. mean W = 0.5.
     selector = selector_at(0.0, 0.0, baseline=0.25, levels=(1, 0.5))
-    totals = selector.update(indices(0, 1, 0), vector(1.0, 0.5, 0.0))
+    totals = selector.update(indices(0, 1, 0), vector(1.0, 0.5, 0.0), alone)
     same(selector.phi, vector(0.03, -0.03))
     same(selector.baseline, torch.tensor(0.9 * 0.25 + 0.1 * 0.5, dtype=F64))
     assert totals.counts.tolist() == [2, 1]
@@ -87,7 +96,7 @@ def test_update_equals_a_loop_with_autograd(continuations, phi, baseline, explor
     selector = selector_at(*phi, baseline=baseline, exploration=exploration)
     levels, feedback = [list(values) for values in zip(*continuations, strict=True)]
     expected_phi, expected_baseline = slowly(selector, levels, feedback)
-    selector.update(indices(*levels), vector(*feedback))
+    selector.update(indices(*levels), vector(*feedback), alone)
     same(selector.phi, expected_phi, 1e-12)
     same(selector.baseline, expected_baseline, 1e-12)
 
@@ -95,7 +104,7 @@ def test_update_equals_a_loop_with_autograd(continuations, phi, baseline, explor
 def test_the_largest_feedback_wins_and_every_level_is_still_observed():
     selector = PrefixSelector()
     for _ in range(200):
-        selector.update(indices(0, 1, 2), vector(0.0, 0.5, 0.2))
+        selector.update(indices(0, 1, 2), vector(0.0, 0.5, 0.2), alone)
     rho = selector.probabilities()
     assert rho.argmax() == 1
     assert rho[1] > 0.8
@@ -104,7 +113,7 @@ def test_the_largest_feedback_wins_and_every_level_is_still_observed():
 
 def test_finite_far_from_the_start_without_exploration():
     selector = selector_at(0.0, -2000.0, exploration=0.0, levels=(1, 0.5))
-    selector.update(indices(0, 1), vector(0.0, 1.0))
+    selector.update(indices(0, 1), vector(0.0, 1.0), alone)
     assert selector.phi.isfinite().all()
     assert selector.phi[1] > -2000
 
@@ -112,7 +121,7 @@ def test_finite_far_from_the_start_without_exploration():
 def test_no_continuation_changes_nothing():
     selector = selector_at(0.5, 0.0, 1.0, baseline=0.3)
     before = copy.deepcopy(selector.state_dict())
-    totals = selector.update(indices(), vector())
+    totals = selector.update(indices(), vector(), alone)
     assert all(torch.equal(before[name], value) for name, value in selector.state_dict().items())
     assert totals.counts.tolist() == [0, 0, 0]
 
@@ -120,7 +129,7 @@ def test_no_continuation_changes_nothing():
 def test_one_level_is_always_drawn_and_never_moves():
     selector = PrefixSelector(levels=[0.25])
     assert selector.sample(5).tolist() == [0] * 5
-    selector.update(indices(0, 0), vector(0.25, 0.0))
+    selector.update(indices(0, 0), vector(0.25, 0.0), alone)
     assert selector.phi.tolist() == [0.0]
 
 
@@ -151,15 +160,15 @@ def test_feedback():
 
 def test_state_survives_a_checkpoint_pickling_and_a_cast(tmp_path: Path):
     selector = PrefixSelector()
-    selector.update(indices(0, 1, 1), vector(0.1, 0.7, 0.3))
+    selector.update(indices(0, 1, 1), vector(0.1, 0.7, 0.3), alone)
     torch.save(selector.state_dict(), tmp_path / "state.pt")
     restored = PrefixSelector()
     restored.load_state_dict(torch.load(tmp_path / "state.pt"))
     for other in (restored, pickle.loads(pickle.dumps(selector)), copy.deepcopy(selector)):
         assert torch.equal(other.phi, selector.phi)
         assert torch.equal(other.baseline, selector.baseline)
-        other.update(indices(2), vector(0.2))
-    selector.update(indices(2), vector(0.2))
+        other.update(indices(2), vector(0.2), alone)
+    selector.update(indices(2), vector(0.2), alone)
     assert torch.equal(restored.phi, selector.phi)
     before = selector.phi.clone()
     nn.ModuleDict({"selector": selector}).to(torch.bfloat16)
@@ -195,7 +204,7 @@ def test_bad_arguments(arguments, message):
 )
 def test_bad_batches(levels, feedback, message):
     with pytest.raises(ValueError, match=message):
-        PrefixSelector().update(levels, feedback)
+        PrefixSelector().update(levels, feedback, alone)
 
 
 LEVELS, FEEDBACK = indices(0, 2, 1, 1, 2), vector(0.0, 0.25, 0.5, 0.0, 0.2)
@@ -205,7 +214,7 @@ SPLITS = [slice(0, 2), slice(2, 5)], [slice(0, 5), slice(0, 0)], [slice(0, 0), s
 def test_reduce_is_asked_for_the_sums():
     selector, expected = PrefixSelector(), PrefixSelector()
     selector.update(LEVELS, FEEDBACK, reduce=lambda sums: 2 * sums)
-    expected.update(LEVELS.repeat(2), FEEDBACK.repeat(2))
+    expected.update(LEVELS.repeat(2), FEEDBACK.repeat(2), alone)
     same(selector.phi, expected.phi)
     same(selector.baseline, expected.baseline)
 
@@ -216,7 +225,7 @@ def _rank(rank: int, folder: str) -> None:
     try:
         selector = PrefixSelector()
         for split in SPLITS:
-            selector.update(LEVELS[split[rank]], FEEDBACK[split[rank]])
+            selector.update(LEVELS[split[rank]], FEEDBACK[split[rank]], over_ranks)
         torch.save(selector.state_dict(), f"{folder}/rank{rank}.pt")
     finally:
         dist.destroy_process_group()
@@ -227,7 +236,7 @@ def test_two_processes_equal_one(tmp_path: Path):
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
     selector = PrefixSelector()
     for _ in range(2):
-        selector.update(LEVELS, FEEDBACK)
+        selector.update(LEVELS, FEEDBACK, alone)
     for name, value in selector.state_dict().items():
         assert torch.equal(first[name], second[name])  # identical, not only close
         same(first[name], value)

@@ -182,10 +182,10 @@ def test_numbers_worked_by_hand():
     setup = Setup(SHAPES["qwen3-8b"], "fsdp2", 8)
     static = memory.static(setup)
     assert static["weights"] == 8_190_735_360 * 4 / 8
-    # 2 * 36 layers * 8 heads * 128 numbers a token in 2 bytes; 128 rows of 1536 tokens. Autocast: keys in 4 bytes.
+    # 2 * 36 layers * 8 heads * 128 numbers a token in 2 bytes; 128 rows of 1536 tokens.
     cache = 2 * 36 * 8 * 128 * 2 * 128 * 1536
     assert memory.cache(setup) == cache
-    assert memory.cache(replace(setup, strategy="ddp")) == 1.5 * cache
+    assert memory.cache(replace(setup, strategy="ddp")) == cache
     gathered = 2 * 8_190_735_360
     assert memory.rollouts(setup) == gathered + cache + 128 * 151_936 * 6 + 8 * 2**24
     assert memory.rollouts(replace(setup, vllm=0.3)) == gathered

@@ -158,7 +158,7 @@ def test_chunked_logits_are_computed_again(monkeypatch):
     batch = pack([[5] * 9], [[[7] * 8] * 3])
     policy = Policy(build(SMALL))
     computed = shapes.packed_counts([(9, [8] * 3)])._replace(pairs=plan_pairs(batch.plan))
-    monkeypatch.setattr("lit_madrl.functional.logprobs.LOGITS_BUDGET", 10 * SMALL.vocabulary)
+    monkeypatch.setattr("lit_madrl.functional.logprobs.KEPT_LOGITS", 10 * SMALL.vocabulary)
     expected = shapes.training_flops(SMALL, computed, logits_again=True)
     assert counted(lambda: policy(batch).sum().backward()) == expected
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from lit_madrl.callbacks import AtomicCheckpointIO, checked_checkpoint, newest_checkpoint
+from lit_madrl.strategies import FullySharded, put_in_place, tidy
 
 
 def checkpoint(value: int) -> dict[str, Any]:
@@ -117,6 +119,68 @@ def test_what_no_run_can_go_on_from_is_passed_over(tmp_path: Path) -> None:
     assert newest_checkpoint([tmp_path]) == whole
     (tmp_path / "sharded.ckpt" / "meta.pt").touch()
     assert newest_checkpoint([tmp_path]) == tmp_path / "sharded.ckpt"
+
+
+def shares(path: Path, at: int) -> Path:
+    """A checkpoint in shares, whose only content is when it was made."""
+    path.mkdir()
+    (path / "meta.pt").write_text(str(at))
+    os.utime(path, (at, at))
+    return path
+
+
+def kinds(folder: Path) -> dict[str, str]:
+    return {
+        path.name: (path / "meta.pt").read_text() if path.is_dir() else str(value(path))
+        for path in folder.iterdir()
+    }
+
+
+@pytest.mark.parametrize("former", ["shares", "file", "none"])
+@pytest.mark.parametrize("latter", ["shares", "file"])
+def test_any_kind_replaces_any_other(former: str, latter: str, tmp_path: Path) -> None:
+    make = {"shares": shares, "file": lambda path, at: written(path, at, checkpoint(at))}
+    if former != "none":
+        make[former](tmp_path / "last.ckpt", 1)
+    put_in_place(make[latter](tmp_path / "last.ckpt.part", 2), tmp_path / "last.ckpt")
+    assert kinds(tmp_path) == {"last.ckpt": "2"}
+
+
+@pytest.mark.parametrize("moment", ["rename", "replace", "rmtree"])
+def test_a_folder_is_replaced_without_a_moment_of_none(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of its three operations does not happen, a checkpoint is found, and the next save tidies up."""
+    shares(tmp_path / "last.ckpt", 1)
+    shares(tmp_path / "last.ckpt.part", 2)
+
+    def dying(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil if moment == "rmtree" else Path, moment, dying)
+    with pytest.raises(KeyboardInterrupt):
+        put_in_place(tmp_path / "last.ckpt.part", tmp_path / "last.ckpt")
+    monkeypatch.undo()
+    newest = newest_checkpoint([tmp_path])
+    assert newest is not None
+    assert newest.name == ("last.ckpt.old" if moment == "replace" else "last.ckpt")
+    expected = (newest / "meta.pt").read_text()
+    tidy(tmp_path)
+    assert kinds(tmp_path) == {"last.ckpt": expected} == {"last.ckpt": "2" if moment == "rmtree" else "1"}
+
+
+def test_what_is_being_removed_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of its shares may be gone already."""
+    strategy = FullySharded()
+    monkeypatch.setattr(FullySharded, "is_global_zero", True)
+    kept = shares(tmp_path / "step=1.ckpt", 1)
+    gone = shares(tmp_path / "step=2.ckpt", 2)
+    removed: list[Path] = []
+    monkeypatch.setattr(strategy, "_checkpoint_io", AtomicCheckpointIO())
+    monkeypatch.setattr(strategy.checkpoint_io, "remove_checkpoint", removed.append)
+    strategy.remove_checkpoint(gone)
+    assert newest_checkpoint([tmp_path]) == kept
+    assert removed == [tmp_path / "step=2.ckpt.part"]
 
 
 @pytest.mark.parametrize("content", [b"", b"no checkpoint", b"PK\x03\x04 half of one"])

@@ -29,6 +29,7 @@ from lit_madrl.prepare import write_tiny_chain
 from lit_madrl.rewards import Correctness
 from lit_madrl.tasks import Completions
 from lit_madrl.types import Problem, Scores
+from tests.helpers.processes import free_port
 from tests.helpers.running import ROOT, HashVerifier
 
 # Everything is imported once, by a server that then forks for each run.
@@ -179,6 +180,26 @@ class Command:
         """From the start to the exit status."""
         return self.status(name, self.start(name, *signals))
 
+    def on_two_ranks(self, name: str, strategy: Sequence[str], *signals: tuple[int, Signal]) -> list[int]:
+        """The exit statuses of two processes, some of which get signals; four steps."""
+        environment = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "NODE_RANK": "0",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        arguments = [*strategy, "--trainer.devices", "2", "--trainer.max_steps", "4"]
+        processes = [
+            self.start(
+                name,
+                *(signal for to, signal in signals if to == rank),
+                arguments=arguments,
+                environment=environment | {"LOCAL_RANK": str(rank)},
+            )
+            for rank in range(2)
+        ]
+        return [self.status(name, process) for process in processes]
+
     def said(self, name: str) -> str:
         """What its processes printed."""
         return (self.folder / f"{name}.txt").read_text()[-4000:]
@@ -186,7 +207,7 @@ class Command:
     def step(self, name: str) -> int | None:
         """That of the checkpoint from which the run would go on."""
         newest = newest_checkpoint([self.folder / name / "checkpoints"])
-        return None if newest is None else int(torch.load(newest)["global_step"])
+        return None if newest is None else int(content(newest)["global_step"])
 
 
 class Rarely(HashVerifier):
@@ -225,8 +246,13 @@ def tables(run_dir: Path) -> dict[str, Any]:
 def state(checkpoint: Path | None) -> dict[str, Any]:
     """What a checkpoint says of the run, as plain values: all but the callbacks, which name the run's folder."""
     assert checkpoint is not None
-    content = torch.load(checkpoint, weights_only=True)
-    return {name: plain(value) for name, value in content.items() if name != "callbacks"}
+    return {name: plain(value) for name, value in content(checkpoint).items() if name != "callbacks"}
+
+
+def content(checkpoint: Path) -> dict[str, Any]:
+    """What is in a checkpoint; of one in shares all but weights and optimizer."""
+    file = checkpoint / "meta.pt" if checkpoint.is_dir() else checkpoint
+    return dict(torch.load(file, weights_only=True))
 
 
 def plain(value: Any) -> Any:

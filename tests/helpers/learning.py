@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ class ScriptedEngine(RolloutEngine):
 
     After a prefix ``continuations`` says how they go on.
     """
+
+    reports_logprobs = False
 
     def __init__(self, script: Script, continuations: Script | None = None) -> None:
         self.script = script
@@ -81,6 +84,30 @@ class ScriptedEngine(RolloutEngine):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.calls = state["calls"]
+
+
+class ReportingEngine(ScriptedEngine):
+    """Also says of each completion with what log-probabilities it was drawn: ``logprobs(prompt, copy, ids)``.
+
+    ``copy`` is the completion's number in its group.
+    """
+
+    reports_logprobs = True
+
+    def __init__(self, script: Script, logprobs: Callable[[list[int], int, list[int]], Tensor]) -> None:
+        super().__init__(script)
+        self.logprobs = logprobs
+
+    def generate(self, *arguments: Any, **keywords: Any) -> Rollouts:
+        rollouts = super().generate(*arguments, **keywords)
+        rows = [
+            self.logprobs(prompt, g, ids)
+            for prompt, group in zip(rollouts.prompt_ids, rollouts.completions(), strict=True)
+            for g, ids in enumerate(group)
+        ]
+        values = nn.utils.rnn.pad_sequence(rows, batch_first=True).view(rollouts.completion_ids.shape)
+        given = torch.arange(values.shape[-1]) < rollouts.prefix_lengths[..., None]
+        return replace(rollouts, sampler_logprobs=values.masked_fill(given, 0))
 
 
 def cut(ids: Sequence[int], stop_ids: Sequence[int], limit: int) -> list[int]:
@@ -243,10 +270,12 @@ def slow_grpo_loss(
     max_length: int = 1,
     temperature: float = 1.0,
     counted: Sequence[bool] | None = None,
+    weigh: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """The GRPO loss by one forward a completion, written out with nothing shared, merged or packed.
 
-    ``old`` is the model that sampled (default ``model`` itself), ``counted`` says which groups exist at all.
+    ``old`` is the model that sampled (default ``model`` itself), ``counted`` says which groups exist at all, and
+    ``weigh`` makes the weights of a completion's tokens from the log-ratios of ``old`` and the sampler.
     """
     logprobs_of = partial(row_logprobs, temperature=temperature)
     terms, lengths = [], []
@@ -263,6 +292,8 @@ def slow_grpo_loss(
             loss = -torch.min(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
             if ref is not None:
                 loss = loss + beta * ((ref - logprobs).exp() - (ref - logprobs) - 1)
+            if weigh is not None:
+                loss = loss * weigh(before - rollouts.sampler_logprobs[p, g, : len(ids)])
             terms.append(loss)
             lengths.append(len(ids))
     if reduction == "dapo":

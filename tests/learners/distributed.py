@@ -9,10 +9,11 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -20,15 +21,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lit_madrl.data import ChoiceDataModule
-from lit_madrl.learners import GRPOLearner, Objective, Schedule, SFTLearner
+from lit_madrl.learners import GRPOLearner, Importance, Objective, Schedule, SFTLearner
 from lit_madrl.learners.base import PolicyLearner
 from lit_madrl.rewards import ForwardKL
+from lit_madrl.rollouts.background import in_background
 from lit_madrl.strategies import FullySharded
-from lit_madrl.types import Sampling
+from lit_madrl.types import Rollouts, Sampling
 from tests.helpers.learning import (
     EOS,
     Gradients,
     ListData,
+    ReportingEngine,
     ScriptedEngine,
     TextLength,
     arguments,
@@ -139,6 +142,26 @@ def grpo(
     return trained(learner, ranks, 2 * learner.objective.inner_epochs)
 
 
+class Ahead(ReportingEngine):
+    """In the background, too."""
+
+    generates_ahead = True
+
+    def generate_ahead(self, *arguments: Any) -> Future[Rollouts]:
+        return in_background(partial(self.generate, *arguments))
+
+
+def weighted(folder: Path, ranks: int, importance: Importance, ahead: Literal[0, 1] = 0) -> dict[str, Any]:
+    """A sampler whose log-probabilities are some 6 nats, that of a random model, give or take one."""
+    prompts = tokenizer_of(folder)([problem.prompt for problem in PROBLEMS])["input_ids"]
+    table = {tuple(ids): group for ids, group in zip(prompts, LIVE, strict=True)}
+    engine = Ahead(
+        table.__getitem__, lambda prompt, copy, ids: -6.2 + torch.tensor(ids).add(copy + len(prompt)).cos()
+    )
+    objective = Objective(beta=0.3, inner_epochs=2, importance=importance)
+    return trained(scripted(folder, LIVE, engine=engine, objective=objective, rollouts_ahead=ahead), ranks, 4)
+
+
 def validation(folder: Path, ranks: int, count: int) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -179,6 +202,9 @@ SCENARIOS: dict[str, Callable[[Path, int], dict[str, Any]]] = {
     "dapo with a KL term": partial(grpo, completions=LIVE, reduction="dapo", beta=0.3),
     "dr_grpo, gradient clipped": partial(grpo, completions=LIVE, reduction="dr_grpo", max_grad_norm=0.01),
     "two inner epochs": partial(grpo, completions=LIVE, inner_epochs=2),
+    "importance of tokens": partial(weighted, importance=Importance("truncate", "token", cap=1.5)),
+    "importance of sequences": partial(weighted, importance=Importance("mask", "sequence", cap=20.0)),
+    "rollouts ahead": partial(weighted, importance=Importance(), ahead=1),
     "a dead rank": partial(grpo, completions=DEAD_RANK),
     "a dead rank, excluded": partial(grpo, completions=DEAD_RANK, dead_groups="exclude"),
     "a dead rank, excluded, with a KL term": partial(

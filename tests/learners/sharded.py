@@ -13,15 +13,17 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from lit_madrl.augmenters import AdaptiveReferenceGuidance, PrefixBoundaries
 from lit_madrl.learners import GRPOLearner, Objective, Schedule, SFTLearner
 from lit_madrl.learners.base import PolicyLearner
 from lit_madrl.policy import PolicyConfig
-from lit_madrl.policy.sharding import Sharding, whole_weights
+from lit_madrl.policy.sharding import Sharding, rollout_weights, whole_weights
 from lit_madrl.rewards import Correctness, ForwardKL
 from lit_madrl.rollouts import TorchEngine
+from lit_madrl.rollouts.policy_weights import fingerprint, named_weights
 from lit_madrl.strategies import FullySharded
 from lit_madrl.tasks import Completions, Verifier
 from lit_madrl.types import Problem, Rollouts, Sampling
@@ -170,6 +172,14 @@ def continued(folder: Path, checkpoint: Path, ranks: int) -> dict[str, Any]:
     return supervised(folder, FullySharded(), ranks, 4, ckpt_path=checkpoint)
 
 
+def trained_adapters(
+    folder: Path, strategy: Any, ranks: int, steps: int, saver: ModelCheckpoint | None = None, **trainer: Any
+) -> dict[str, Any]:
+    """SFT of adapters: most parameters have no optimizer state."""
+    policy = PolicyConfig(str(folder), lora=LORA)
+    return supervised(folder, strategy, ranks, steps, policy=policy, saver=saver, **trainer)
+
+
 def adapters(folder: Path, output: Path) -> dict[str, Any]:
     """A GRPO step with adapters, whose checkpoint is in shares and whose model is exported when fitting ends."""
     learner = GRPOLearner(
@@ -199,9 +209,20 @@ def loaded(folder: Path) -> dict[str, Any]:
         policy = PolicyConfig(str(folder)).build(Sharding(mesh))
     finally:
         AutoModelForCausalLM.from_pretrained = read
+    with rollout_weights(policy):
+        sent = {name: tensor.clone() for name, tensor in named_weights(policy.model)}
+        mark = fingerprint(policy.model)
+        still = [name for name, tensor in policy.named_parameters() if isinstance(tensor, DTensor)]
     held = sum(p.to_local().numel() for p in policy.parameters())
     buffers = {name: b.clone() for name, b in policy.named_buffers()}
-    return {"weights": whole_weights(policy), "held": held, "buffers": buffers}
+    return {
+        "weights": whole_weights(policy),
+        "held": held,
+        "buffers": buffers,
+        "sent": sent,
+        "fingerprint": mark,
+        "shares while gathered": still,
+    }
 
 
 def main(folder: Path, output: Path) -> None:
@@ -214,6 +235,8 @@ def main(folder: Path, output: Path) -> None:
         results[f"resumed, {distributed}"] = resumed(folder, output, distributed, 2)
     for checkpoint in ("whole of 1", "shares of 1"):
         results[checkpoint] = continued(folder, output / checkpoint / "step=2.ckpt", 2)
+    single = output / "adapters of one device" / "step=2.ckpt"
+    results["adapters of one device"] = trained_adapters(folder, FullySharded(), 2, 4, ckpt_path=single)
     results["adapters"] = adapters(folder, output)
     results["bf16-mixed"] = supervised(folder, FullySharded(), precision="bf16-mixed")
     results["bf16"] = supervised(folder, FullySharded(), policy=PolicyConfig(str(folder), dtype="bfloat16"))

@@ -26,7 +26,9 @@ from tests.helpers.learning import (
     arguments,
     choice_problems,
     fit,
+    sgd,
     start_model,
+    trainer_for,
     weights,
 )
 
@@ -110,6 +112,40 @@ def test_bfloat16_mixed_keeps_master_weights(tiny_choice: Path) -> None:
     assert {tensor.dtype for tensor in own.values()} == {torch.float32}
     assert all(torch.isfinite(tensor).all() for tensor in own.values())
     assert any(not torch.equal(tensor, start[name]) for name, tensor in own.items())
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("32-true", "float32"), ("bf16-mixed", "float32"), ("32-true", "bfloat16")],
+    ids=["32-true", "bf16-mixed", "policy.dtype: bfloat16"],
+)
+@pytest.mark.parametrize("make", [warm_start, lambda folder, **changes: learner_for(folder, **changes)])
+def test_precisions(make: Any, precision: Any, dtype: Any, tiny_choice: Path) -> None:
+    learner = make(tiny_choice, policy=PolicyConfig(str(tiny_choice), dtype=dtype), optimizer=sgd)
+    trainer = fit(learner, data(), 1, precision=precision)
+    policy = learner.trained_policy
+    assert {p.dtype for p in policy.parameters()} == {getattr(torch, dtype)}
+    assert {b.dtype for name, b in policy.named_buffers() if "inv_freq" in name} == {torch.float32}
+    assert trainer.logger.steps[-1]["train/grad_norm"] > 0
+    before = dict(start_model(tiny_choice).to(getattr(torch, dtype)).named_parameters())
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in weights(learner).items())
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+def test_precisions_that_round_more_than_weights_are_refused(precision: Any, tiny_choice: Path) -> None:
+    message = f"expected 32-true or bf16-mixed .*policy.dtype: bfloat16.* got {precision}"
+    with pytest.raises(ValueError, match=message):
+        fit(warm_start(tiny_choice), data(), 1, precision=precision)
+    trainer = trainer_for(precision=precision)
+    with pytest.raises(ValueError, match=message):
+        trainer.validate(learner_for(tiny_choice), ListData(PROBLEMS, validation=PROBLEMS))
+
+
+def test_stop_strings_are_checked_before_any_work(tiny_choice: Path) -> None:
+    learner = warm_start(tiny_choice, eval_sampling=Sampling(stop=("two words",)))
+    with pytest.raises(ValueError, match=r"sampling.stop: expected strings of one token, got 'two words'"):
+        fit(learner, data(), 1)
+    assert learner.prompt_cursor == 0
 
 
 # Resuming
@@ -271,6 +307,16 @@ def test_a_checkpoint_of_something_else_is_an_error(
     torch.save(content, tmp_path / "other.ckpt")
     with pytest.raises(ValueError, match="ckpt_path: expected a checkpoint of a lit_madrl learner"):
         run(tiny_choice, tmp_path, tmp_path / "other.ckpt")
+
+
+def test_a_checkpoint_of_another_policy_is_an_error(
+    tiny_choice: Path, straight: tuple[GRPOLearner, Diary, Path], tmp_path: Path
+) -> None:
+    policy = PolicyConfig(str(tiny_choice), lora={"r": 2, "target_modules": ["q_proj"]})
+    with pytest.raises(
+        ValueError, match=r"ckpt_path: expected weights of this policy, .*base_layer.* is absent instead of"
+    ):
+        run(tiny_choice, tmp_path, straight[2], policy=policy)
 
 
 def test_seeds_make_runs(tiny_choice: Path, tmp_path: Path) -> None:

@@ -10,17 +10,19 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_madrl.export import export_checkpoint, policy_weights
 from lit_madrl.policy import PolicyConfig
 from lit_madrl.prepare import write_tiny_choice
+from lit_madrl.rollouts.policy_weights import fingerprint
 from lit_madrl.strategies import FullySharded
 from tests.helpers.learning import assert_same
 from tests.helpers.processes import process_group_of_its_own, run_ranks
 from tests.helpers.tiny_models import tiny_model
-from tests.learners.sharded import LORA, PROBLEMS, continued, resumed, supervised
+from tests.learners.sharded import LORA, PROBLEMS, continued, resumed, supervised, trained_adapters
 
 KINDS = ["whole", "shares"]
 Results = dict[str, Any]
@@ -40,6 +42,10 @@ def output(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("ranks")
     with process_group_of_its_own():
         alone = {kind: resumed(folder, output, kind == "shares", 1) for kind in KINDS}
+    saver = ModelCheckpoint(
+        output / "adapters of one device", filename="{step}", every_n_train_steps=2, save_top_k=-1
+    )
+    alone["adapters"] = trained_adapters(folder, "auto", 1, 4, saver=saver)
     torch.save(alone, output / "alone.pt")
     run_ranks("tests.learners.sharded", folder, output)
     return output
@@ -134,6 +140,15 @@ def test_a_skeleton_has_all_but_values(family: str, lora: Any, tmp_path: Path) -
     assert (skeleton.packed, skeleton.training) == (built.packed, built.training)
 
 
+def test_gathered_weights_can_be_handed_over(folder: Path, ranks: tuple[Results, Results]) -> None:
+    """To another engine, on every rank, without being put back into shares."""
+    model = PolicyConfig(str(folder)).build().model
+    for results in (rank["loaded"] for rank in ranks):
+        assert_equal(results["sent"], model.state_dict())
+        assert torch.equal(results["fingerprint"], fingerprint(model))
+        assert results["shares while gathered"] == []
+
+
 # Training
 
 
@@ -192,9 +207,21 @@ def test_one_rank_goes_on_for_two(kind: str, folder: Path, output: Path, on_one_
 
 
 def test_one_rank_alone_resumes_exactly(output: Path) -> None:
-    for kind, runs in torch.load(output / "alone.pt", weights_only=False).items():
+    alone = torch.load(output / "alone.pt", weights_only=False)
+    for kind in KINDS:
+        runs = alone[kind]
         assert_equal(runs["resumed"]["weights"], runs["straight"]["weights"])
         assert (output / f"{kind} of 1" / "step=2.ckpt").is_dir() == (kind == "shares")
+
+
+def test_two_ranks_go_on_with_the_adapters_of_one_device(
+    output: Path, ranks: tuple[Results, Results]
+) -> None:
+    """Whose optimizer numbers the parameters that it trains, and no others."""
+    expected = torch.load(output / "alone.pt", weights_only=False)["adapters"]
+    for results in ranks:
+        assert_same(results["adapters of one device"]["weights"], expected["weights"], atol=1e-5)
+        assert_same_numbers(results["adapters of one device"]["logged"], expected["logged"][2:])
 
 
 # Exporting

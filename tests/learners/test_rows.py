@@ -40,6 +40,7 @@ rows = st.lists(
         augmenter=st.sampled_from([-1, 0]),
         given=st.just(0),
         context=st.just(0),
+        members=st.just(()),
     ),
     min_size=1,
     max_size=12,
@@ -133,6 +134,32 @@ def test_inserted_rows_are_marked_and_stay_apart() -> None:
     (batch,) = micro_batches(PROMPTS, merged, "dapo", DENOMINATORS, None, "cpu")
     assert len(merged) == 7
     assert int((batch.augmenter == 0).sum()) == 3
+
+
+def test_every_copy_keeps_how_it_was_drawn() -> None:
+    """Rollouts 0 and 2 are one row, whose first token was given; 1 was inserted; 3 is of another prompt."""
+    logprobs = -torch.arange(12.0).view(4, 3)
+    rows = [
+        Row(0, (5, 6, 1), 1.0, given=1, members=(0,)),
+        Row(0, (5, 6, 1), 1.0, augmenter=0, members=(1,)),
+        Row(0, (5, 6, 1), 1.0, given=1, members=(2,)),
+        Row(1, (5, 1), 1.0, members=(3,)),
+    ]
+    merged = merge_rows(rows)
+    assert [(row.copies, row.members) for row in merged] == [(2, (0, 2)), (1, (1,)), (1, (3,))]
+    (batch,) = micro_batches(PROMPTS, merged, "dapo", DENOMINATORS, None, "cpu", logprobs)
+    drawn = batch.drawn
+    assert drawn is not None
+    assert drawn.logprobs.tolist() == [-1, -2, -7, -8, -9, -10]
+    assert drawn.token.tolist() == [1, 2, 1, 2, 6, 7]
+    assert drawn.copy.tolist() == [0, 0, 1, 1, 2, 2]
+    assert drawn.copies == 3
+    _, second = micro_batches(PROMPTS, merged, "dapo", DENOMINATORS, 9, "cpu", logprobs)
+    assert second.drawn is not None
+    assert second.drawn.token.tolist() == [0, 1]
+    assert second.drawn.logprobs.tolist() == [-9, -10]
+    (batch,) = micro_batches(PROMPTS, merged, "dapo", DENOMINATORS, None, "cpu")
+    assert batch.drawn is None
 
 
 def test_a_row_without_copies_has_no_gradient() -> None:

@@ -105,6 +105,7 @@ def test_gpt2_scales_of_its_own() -> None:
 
 def test_head_in_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logprobs_module, "LOGITS_BUDGET", 5 * VOCABULARY)
+    monkeypatch.setattr(logprobs_module, "KEPT_LOGITS", 0)
     model = tiny_model("qwen3-tied")
     assert_equals_reference(Policy(copy.deepcopy(model)), model)
 

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from lit_madrl.rollouts.kv_cache import SPARE, RowCache
+from lit_madrl.rollouts import TorchEngine
+from lit_madrl.rollouts.kv_cache import SPARE, RowCache, build_cache
 from lit_madrl.rollouts.live_rows import branch, placement
+from lit_madrl.types import Rollouts, Sampling
+from tests.helpers.engine_contract import PROMPTS, STOP, tiny_qwen3
 
 pairs = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 4)), min_size=1, max_size=30)
 
@@ -82,6 +87,34 @@ def test_row_cache_equals_dynamic_cache(
             for mine, other in zip(ours.layers, theirs.layers, strict=True):
                 assert torch.equal(mine.keys, other.keys)
                 assert torch.equal(mine.values, other.values)
+
+
+def test_under_autocast_keys_take_no_more_room_than_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm makes them float32, which attention rounds in the end: what is generated is the same bit for bit."""
+    caches: list[Any] = []
+
+    def remembered(make: Any) -> Any:
+        def build(config: Any, *sizes: int) -> Any:
+            caches.append(make(config, *sizes))
+            return caches[-1]
+
+        return build
+
+    def sampled(make: Any) -> Rollouts:
+        monkeypatch.setattr("lit_madrl.rollouts.live_rows.build_cache", remembered(make))
+        engine = TorchEngine(seed=3)
+        engine.sync_weights(tiny_qwen3())
+        with torch.autocast("cpu", torch.bfloat16):
+            return engine.generate(PROMPTS, Sampling(group_size=6, max_new_tokens=30), [STOP])
+
+    own = sampled(build_cache)
+    plain = sampled(lambda config, *_: DynamicCache(config=config))
+    assert [{layer.keys.dtype for layer in cache.layers} for cache in caches] == [
+        {torch.bfloat16},
+        {torch.float32},
+    ]
+    assert torch.equal(own.completion_ids, plain.completion_ids)
+    assert torch.equal(own.sampler_logprobs, plain.sampler_logprobs)
 
 
 def test_the_other_row_operations_of_a_cache_work_too() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
@@ -17,6 +18,8 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from lit_madrl.policy import PolicyConfig
+from lit_madrl.policy.sharding import Sharding, rollout_weights
 from lit_madrl.rollouts import RolloutEngine, VLLMEngine
 from lit_madrl.types import Rollouts, Sampling
 from tests.helpers.engine_contract import (
@@ -205,6 +208,41 @@ def _rank(rank: int, folder: str) -> None:
 @needs_vllm
 def test_ranks_use_their_engines_independently(tmp_path: Path) -> None:
     mp.spawn(_rank, args=(str(tmp_path),), nprocs=2)
+
+
+def _sharded_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    engine = VLLMEngine(**SMALL)
+    for lora in (None, {"r": 2, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}):
+        config = PolicyConfig(f"{folder}/model", lora=lora)
+        policies = []
+        for sharding in (Sharding(mesh), None):
+            torch.manual_seed(0)  # of the adapters
+            policies.append(config.build(sharding))
+        for _ in range(2):
+            with rollout_weights(policies[0]):
+                rollouts = sample(engine, policies[0].model, seed=rank)
+            assert logprob_error(policies[1].model, rollouts) < 1e-4
+            with torch.no_grad():  # as an optimizer does, on each rank's share
+                for policy in policies:
+                    for number, parameter in enumerate(p for p in policy.parameters() if p.requires_grad):
+                        parameter.mul_(0.95 - number % 3 / 20)
+            assert logprob_error(policies[1].model, rollouts) > 1e-2
+    layered = config.build(Sharding(mesh, gather_rollouts=False))
+    with rollout_weights(layered), pytest.raises(ValueError, match="gather_rollouts=true"):
+        sample(engine, layered.model)
+    engine.close()
+    dist.destroy_process_group()
+
+
+@needs_vllm
+def test_ranks_sample_from_gathered_weights(tmp_path: Path) -> None:
+    """FullySharded's, with adapters and without, after each optimizer step."""
+    tiny_qwen3().save_pretrained(tmp_path / "model")
+    mp.spawn(_sharded_rank, args=(str(tmp_path),), nprocs=2)
 
 
 # What is refused

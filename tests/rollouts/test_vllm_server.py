@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -186,6 +187,67 @@ def test_engines_with_equal_weights_share_a_server(servers: list[FakeServer]) ->
     servers[0].weights = {}
     sample(second)
     assert not servers[0].weights
+
+
+def sample_ahead(engine: RolloutEngine) -> Future[Rollouts]:
+    return engine.generate_ahead(PROMPTS, Sampling(group_size=3, max_new_tokens=2), [STOP])
+
+
+def test_ahead_of_time_it_goes_on_from_the_weights_of_the_start(servers: list[FakeServer]) -> None:
+    """A server that loses them in the meantime gets them again, although the policy has others by now."""
+    changed, lost = threading.Event(), []
+
+    def wait_and_forget(server: FakeServer) -> None:
+        assert changed.wait(60)
+        if not lost:
+            lost.append(server.weights)
+            server.weights, server.version = {}, "default"
+
+    servers[0].on_generate = wait_and_forget
+    model = tiny_qwen3()
+    start = {name: x.clone() for name, x in model.state_dict().items()}
+    engine = engine_for(servers[:1], model)
+    rollouts = sample_ahead(engine)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1
+    changed.set()
+    assert_complete(rollouts.result(60))
+    assert all(torch.equal(servers[0].weights[name], x) for name, x in start.items())
+    sample(engine)
+    assert all(torch.equal(servers[0].weights[name], x) for name, x in model.state_dict().items())
+
+
+def test_a_later_batch_waits_for_the_one_in_the_background(servers: list[FakeServer]) -> None:
+    """And its random numbers are its own, whatever is done to the stream in the meantime."""
+    seeds = []
+    for ahead in (False, True):
+        fake = FakeServer()
+        fake.on_generate = lambda server: time.sleep(0.02)
+        engine = engine_for([fake], tiny_qwen3(), seed=5, concurrency=1)
+        first = sample_ahead(engine) if ahead else None
+        if first is None:
+            sample(engine)
+        engine.seed(7)
+        sample(engine)
+        assert first is None or first.done()
+        seeds.append([x["sampling_params"]["seed"] for x in fake.generated])
+        fake.stop()
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0])) == 2 * len(PROMPTS)
+
+
+def test_what_fails_in_the_background_is_raised_where_it_is_wanted(servers: list[FakeServer]) -> None:
+    engine = engine_for(servers[:1], tiny_qwen3(), patience=0.3)
+
+    def fail(server: FakeServer) -> None:
+        raise ConnectionError
+
+    servers[0].on_generate = fail
+    with pytest.raises(RuntimeError, match=r"within 0.3 s"):
+        sample_ahead(engine).result(60)
+    servers[0].on_generate = lambda server: None
+    assert_complete(sample(engine))
 
 
 @pytest.mark.parametrize("failure", [ConnectionError, RuntimeError])
@@ -425,3 +487,17 @@ def test_a_killed_server_loses_nothing(shared: VLLMServerEngine) -> None:
     )
     expected = expected_logprobs(model, few, sampling)
     torch.testing.assert_close(few.sampler_logprobs.double(), expected, rtol=0, atol=1e-4)
+
+
+@needs_vllm
+def test_ahead_of_time_it_samples_from_the_weights_of_the_start(shared: VLLMServerEngine) -> None:
+    """The policy is overwritten meanwhile; the next batch is from what it has become."""
+    model, sampling = tiny_qwen3(seed=6), SAMPLINGS["plain"]
+    start, changed = tiny_qwen3(seed=6), tiny_qwen3(seed=8)
+    shared.sync_weights(model)
+    pending = shared.generate_ahead(PROMPTS, sampling, [STOP])
+    model.load_state_dict(changed.state_dict())
+    later = shared.generate(PROMPTS, sampling, [STOP])
+    for rollouts, sampler in ((pending.result(60), start), (later, changed)):
+        expected = expected_logprobs(sampler, rollouts, sampling)
+        torch.testing.assert_close(rollouts.sampler_logprobs.double(), expected, rtol=0, atol=1e-4)
