@@ -53,7 +53,7 @@ from benchmarks.shapes import (
     weight_elements,
 )
 from benchmarks.vs_trl import PACKAGES, Run, ours, quiet
-from lit_madrl.functional.logprobs import chunk_tokens_for
+from lit_madrl.functional.logprobs import KEPT_LOGITS
 from lit_madrl.policy.attention import AttentionPlan, DenseGroups
 from lit_madrl.policy.packing import PackedBatch
 
@@ -168,7 +168,7 @@ def stage_limits(shape: Shape, steps: Sequence[Needed], precision: str) -> dict[
         update = stage(rates, PRODUCTS, packed) + OPTIMIZER_BYTES * shape.parameters() / large["copy"]
         return {"generation": generation, "reference": stage(rates, forward, packed), "update": update}
 
-    again = packed.head > chunk_tokens_for(shape.vocabulary)
+    again = packed.head * shape.vocabulary > KEPT_LOGITS
     stages: dict[str, dict[str, float]] = {
         "generation": {
             "flops": forward_flops(shape, prefill) + forward_flops(shape, decoded),

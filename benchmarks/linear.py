@@ -91,7 +91,7 @@ def rates(functions: Ways, flops: float, seconds: float, repeats: int) -> dict[s
     for _ in range(repeats):
         for name, function in functions.items():
             times[name].append(_seconds(function, numbers[name]))
-    return {name: round(flops / statistics.median(taken) / 1e9, 1) for name, taken in times.items()}
+    return {name: round(flops / statistics.median(taken) / 1e9, 3) for name, taken in times.items()}
 
 
 def _seconds(function: Callable[[], Any], number: int) -> float:

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.shapes import SHAPES, Shape, kv_elements
-from lit_madrl.functional.logprobs import LOGITS_BUDGET, chunk_tokens_for
+from lit_madrl.functional.logprobs import KEPT_LOGITS, LOGITS_BUDGET, chunk_tokens_for
 
 GIB = 2**30
 Strategy = Literal["single", "ddp", "fsdp2"]
@@ -195,8 +195,9 @@ def activations(setup: Setup) -> float:
 def head(setup: Setup) -> float:
     """Bytes around the logits of the M completion tokens of a micro-batch.
 
-    Hidden states c M E; under autocast the head's copy 2 V E; a chunk of logits, its gradient, and that in c; and, when
-    the head is trained and no part of FSDP2's root, its gradient c V E, under autocast in fp32 too.
+    Hidden states c M E; under autocast the head's copy 2 V E; a chunk of logits, its gradient, and that in c; the
+    probabilities that are kept for backward; and, when the head is trained and no part of FSDP2's root, its gradient
+    c V E, under autocast in fp32 too.
     """
     shape, c = setup.shape, setup.computed
     groups, rows = setup.micro_batch()
@@ -205,7 +206,8 @@ def head(setup: Setup) -> float:
     copy = 2 * matrix if setup.autocast else 0
     logits = min(tokens, chunk_tokens_for(shape.vocabulary)) * shape.vocabulary * (8 + c)
     gradient = 0 if setup.lora or setup.strategy == "fsdp2" else (c + (4 if setup.autocast else 0)) * matrix
-    return c * tokens * shape.hidden + copy + logits + gradient
+    kept = 4 * min(tokens * shape.vocabulary, KEPT_LOGITS)
+    return c * tokens * shape.hidden + copy + logits + kept + gradient
 
 
 def cache(setup: Setup) -> float:
