@@ -1,8 +1,11 @@
-"""What is said and done when a run on several processes loses one of them."""
+"""What is said when a run on several processes loses one of them."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -13,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 PATIENCE = timedelta(seconds=10)
-"""How long a rank that has lost contact waits for the others to say so too."""
+"""How long rank 0 waits for the others to report after it has lost contact, and they for an answer of its store."""
 
 _GLOO = re.compile(r"\[\S*gloo/transport\S*\] (?P<what>.+?)(?:\. This is typically|\n|$)")
 _NCCL = re.compile(r"(?P<what>[^\n]*(?:remote process exited|ncclRemoteError)[^\n]*)")
@@ -21,10 +24,10 @@ _NCCL = re.compile(r"(?P<what>[^\n]*(?:remote process exited|ncclRemoteError)[^\
 
 @contextmanager
 def one_line_lost_ranks(ranks_per_node: int) -> Iterator[None]:
-    """End the program with status 1 and one line on stderr, which names the lost ranks, when contact is lost.
+    """End the program with status 1 and one line on stderr when a collective fails because contact is lost.
 
-    A rank that notices says so in the store that all share and closes its connections, by which the others notice too.
-    Lost are those who have not said so after :data:`PATIENCE`. Whatever else fails keeps its traceback.
+    Whoever notices reports to the store that all share and ends, by which the rest notice. Rank 0 closes its
+    connections but stays a while, and names those who have not reported. Whatever else fails keeps its traceback.
     """
     try:
         yield
@@ -33,6 +36,10 @@ def one_line_lost_ranks(ranks_per_node: int) -> Iterator[None]:
         if what is None or not dist.is_initialized():
             raise
         rank, ranks = dist.get_rank(), dist.get_world_size()
+        if rank == 0 and threading.current_thread() is threading.main_thread():
+            signal.signal(
+                signal.SIGTERM, signal.SIG_IGN
+            )  # torchrun sends it when another of the node has ended
         silent = _silent_ranks(rank, ranks)
         print(f"error: {explain(rank, ranks, what, silent, ranks_per_node)}", file=sys.stderr, flush=True)
         raise SystemExit(1) from error
@@ -45,23 +52,23 @@ def lost_contact(error: RuntimeError) -> str | None:
 
 
 def explain(rank: int, ranks: int, what: str, silent: Sequence[int] | None, ranks_per_node: int) -> str:
-    """The line. ``silent`` is ``None`` when the store, which the node of rank 0 keeps, does not answer."""
+    """The line. ``silent`` is what rank 0 found, or ``None`` when its node does not answer."""
     if silent is None:
-        answer = "the node of rank 0 does not answer"
+        who = "the node of rank 0 does not answer"
+    elif rank != 0:
+        who = "rank 0 says with whom"
     elif silent:
-        names = ", ".join(f"{other} (node {other // ranks_per_node})" for other in silent)
-        answer = f"no answer from rank{'s' * (len(silent) > 1)} {names}"
+        who = "no sign of " + ", ".join(f"rank {other} (node {other // ranks_per_node})" for other in silent)
     else:
-        answer = "all ranks answer: the network or a rank that was too slow broke it"
+        who = "all ranks are there: the network failed, or one was slower than the strategy's timeout"
     return (
-        f"rank {rank} of {ranks} lost contact ({what}); {answer}. The log of what was lost may say why. "
+        f"rank {rank} of {ranks} lost contact ({what}); {who}. "
         "Start all nodes again with --ckpt_path last to go on from the newest checkpoint"
     )
 
 
 def _silent_ranks(rank: int, ranks: int) -> list[int] | None:
-    # Rank 0 may be the process that keeps the store: it leaves last.
-    patience = PATIENCE * (1.5 if rank == 0 else 1)
+    """Report to the store; on rank 0, also who has not; ``None`` when the store does not answer."""
     store = _get_default_store()
     keys = [f"lost_contact/{other}" for other in range(ranks)]
     silent: list[list[int]] = []
@@ -69,14 +76,29 @@ def _silent_ranks(rank: int, ranks: int) -> list[int] | None:
     def ask() -> None:
         with suppress(dist.DistError):
             store.set(keys[rank], "")
-            with suppress(dist.DistStoreError):
-                store.wait(keys, patience)
-            silent.append([other for other, key in enumerate(keys) if not store.check([key])])
+            if rank == 0:
+                with suppress(dist.DistStoreError):
+                    store.wait(keys, PATIENCE)
+            silent.append([other for other in range(ranks) if not store.check([keys[other]])])
 
     # Aside, as a store that vanished without closing its connections keeps one waiting for ever, whatever the timeout.
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
-    if dist.get_backend() == "gloo":  # NCCL might wait for what will never come
-        dist.destroy_process_group()
-    asking.join(patience.total_seconds() + 5)
+    if rank == 0:
+        _hang_up()
+    asking.join(PATIENCE.total_seconds() * (2 if rank == 0 else 1))
     return silent[0] if silent else None
+
+
+def _hang_up() -> None:
+    """End this process's connections, but for those with the store: there may be ranks that wait for it alone."""
+    store_port = int(os.environ["MASTER_PORT"])
+    for descriptor in map(int, os.listdir("/dev/fd")):
+        with suppress(OSError):
+            connection = socket.socket(fileno=descriptor)
+            try:
+                ports = connection.getsockname()[1], connection.getpeername()[1]
+                if connection.family != socket.AF_UNIX and store_port not in ports:
+                    connection.shutdown(socket.SHUT_RDWR)
+            finally:
+                connection.detach()
