@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from lit_madrl.types import Rollouts, Sampling
@@ -72,3 +73,26 @@ class RolloutEngine(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the random stream of ``state_dict``."""
+
+
+class SeededEngine(RolloutEngine):
+    """An engine whose random state is one generator, on the CPU.
+
+    Args:
+        seed: start of the random stream.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def seed(self, seed: int) -> None:
+        """Restart the random stream."""
+        self._generator.manual_seed(seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The random state."""
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue the random stream of ``state_dict``."""
+        self._generator.set_state(state["generator"].cpu())

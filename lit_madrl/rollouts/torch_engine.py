@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lit_madrl.rollouts.base import RolloutEngine
+from lit_madrl.rollouts.base import SeededEngine
 from lit_madrl.rollouts.kv_cache import allows_holes
 from lit_madrl.rollouts.live_rows import LiveRows, branch
 from lit_madrl.rollouts.prefill import Root, plan, whole
@@ -26,7 +26,7 @@ from lit_madrl.types import Rollouts, Sampling
 Prefixes = Sequence[Sequence[Sequence[int]]]
 
 
-class TorchEngine(RolloutEngine):
+class TorchEngine(SeededEngine):
     """Rollouts of a transformers decoder by plain PyTorch, on the device and in the dtype the model is in.
 
     Each step draws P x G uniforms on the CPU, and sample i takes the i-th whatever the others do: neither
@@ -53,24 +53,12 @@ class TorchEngine(RolloutEngine):
         self.prefill_tokens = prefill_tokens
         self.merge_identical = merge_identical
         self.share_prompts = share_prompts
+        super().__init__(seed)
         self._model: nn.Module | None = None
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def seed(self, seed: int) -> None:
-        """Restart the random stream."""
-        self._generator.manual_seed(seed)
 
     def sync_weights(self, policy: nn.Module) -> None:
         """Sample from ``policy`` from now on. It is kept, not copied: later updates need no further sync."""
         self._model = policy
-
-    def state_dict(self) -> dict[str, Any]:
-        """The random state."""
-        return {"generator": self._generator.get_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the random stream of ``state_dict``."""
-        self._generator.set_state(state["generator"].cpu())
 
     @torch.no_grad()
     def generate(

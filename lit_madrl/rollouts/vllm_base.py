@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lit_madrl.rollouts.base import RolloutEngine
+from lit_madrl.rollouts.base import SeededEngine
 from lit_madrl.rollouts.torch_engine import Draws, Prefixes, Request
 from lit_madrl.types import Rollouts, Sampling
 
@@ -38,7 +38,7 @@ class Continuation(NamedTuple):
     logprobs: list[float]
 
 
-class VLLMBase(RolloutEngine):
+class VLLMBase(SeededEngine):
     """Rows that continue the same tokens with the same limit are one request, whose seed the engine draws.
 
     Args:
@@ -46,24 +46,12 @@ class VLLMBase(RolloutEngine):
     """
 
     def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
         self._model: nn.Module | None = None
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def seed(self, seed: int) -> None:
-        """Restart the random stream."""
-        self._generator.manual_seed(seed)
 
     def sync_weights(self, policy: nn.Module) -> None:
         """Sample from ``policy`` from now on; its weights are sent before a ``generate`` if they have changed."""
         self._model = policy
-
-    def state_dict(self) -> dict[str, Any]:
-        """The random state."""
-        return {"generator": self._generator.get_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the random stream of ``state_dict``."""
-        self._generator.set_state(state["generator"].cpu())
 
     @torch.no_grad()
     def generate(
