@@ -41,7 +41,7 @@ from lit_madrl.callbacks import (
 from lit_madrl.cli_errors import check_subcommand, one_line_errors, one_line_refusals
 from lit_madrl.data import PromptDataModule
 from lit_madrl.learners import PolicyLearner
-from lit_madrl.lost_ranks import one_line_lost_ranks
+from lit_madrl.lost_ranks import one_line_lost_ranks, own_process_group
 
 _COMPONENTS = (augmenters, learners, policy, rewards, rollouts, tasks, data, callbacks, strategies, types)
 
@@ -78,7 +78,7 @@ class MadrlCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Run, and say in one line which ranks were lost, if some were."""
-        with one_line_lost_ranks(self.trainer.num_devices):
+        with one_line_lost_ranks(self.trainer.num_devices), own_process_group():
             super()._run_subcommand(subcommand)
 
     def _checkpoint(self) -> str | None:

@@ -45,6 +45,26 @@ def one_line_lost_ranks(ranks_per_node: int) -> Iterator[None]:
         raise SystemExit(1) from error
 
 
+@contextmanager
+def own_process_group() -> Iterator[None]:
+    """Leave the process group that was joined inside, when all went well or the program is to end.
+
+    Lightning leaves it with NCCL alone, and threads of gloo that outlive the interpreter abort it now and then.
+    """
+    joined_before = dist.is_initialized()
+    try:
+        yield
+    except SystemExit:
+        _leave(joined_before)
+        raise
+    _leave(joined_before)
+
+
+def _leave(joined_before: bool) -> None:
+    if dist.is_initialized() and not joined_before:
+        dist.destroy_process_group()
+
+
 def lost_contact(error: RuntimeError) -> str | None:
     """What a collective's error says of the connection; ``None`` when it is about something else."""
     found = _GLOO.search(str(error)) or _NCCL.search(str(error))
