@@ -165,12 +165,8 @@ def shared_prefix_attention(
     asked = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     grouped = query.shape[1] != key.shape[1]
     if shared_prefix is None:
-        if attention_mask is not None and grouped and query.is_cpu and not asked:
-            # transformers repeats keys and values wherever there is a mask; the CPU's kernel needs no copies.
-            out = F.scaled_dot_product_attention(
-                query, key, value, attention_mask, dropout, scale=scaling, enable_gqa=True
-            )
-            return out.transpose(1, 2), None
+        if grouped and query.is_cpu and not asked and (query.shape[2] == 1 or attention_mask is not None):
+            return _grouped_on_cpu(query, key, value, attention_mask, dropout, scaling).transpose(1, 2), None
         out, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -185,6 +181,25 @@ def shared_prefix_attention(
         part(*tokens, dropout_p=dropout, scale=scaling, enable_gqa=grouped) for part in shared_prefix.parts
     ]
     return torch.cat(outs)[None], None
+
+
+def _grouped_on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scale: float | None
+) -> Tensor:
+    """Attention of ``[R, H, T, D]`` to ``[R, KV, L, D]`` that sees all keys but those a mask hides, without copies.
+
+    transformers repeats keys and values wherever there is a mask. And the one query of each head when decoding takes
+    PyTorch's kernel as long as several: the heads that share keys become queries of one head.
+    """
+    if query.shape[2] > 1:
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scale, enable_gqa=True)
+    rows, heads, _, width = query.shape
+    shared = key.shape[1]
+    if mask is not None and mask.shape[1] != 1:  # one for each head
+        mask = mask.unflatten(1, (shared, -1)).squeeze(3)
+    queries = query.reshape(rows, shared, heads // shared, width)
+    out = F.scaled_dot_product_attention(queries, key, value, mask, dropout, scale=scale)
+    return out.reshape(rows, heads, 1, -1)
 
 
 AttentionInterface.register(SHARED_PREFIX, shared_prefix_attention)

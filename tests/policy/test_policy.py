@@ -154,6 +154,26 @@ def test_attention_refuses_features_the_plan_does_not_know() -> None:
             )
 
 
+@pytest.mark.parametrize(
+    ("length", "masked"), [(1, None), (1, (2, 1)), (1, (1, 1)), (1, (2, 6)), (3, (2, 1)), (3, (2, 6))]
+)
+def test_grouped_heads_without_copies(length: int, masked: tuple[int, int] | None) -> None:
+    """As with keys and values repeated for every head; one query a head takes another way than three."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, length, 6, 8, generator=generator).transpose(1, 2)
+    key, value = torch.randn(2, 2, 2, 5, 8, generator=generator)
+    mask = None
+    if masked is not None:
+        mask = torch.rand(*masked, length, 5, generator=generator) < 0.6
+        mask[..., 0] = True
+    out, _ = shared_prefix_attention(torch.nn.Identity(), query, key, value, mask, scaling=0.3)
+    scores = torch.einsum("rhtd,rhld->rhtl", query, key.repeat_interleave(3, 1)) * 0.3
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    expected = torch.einsum("rhtl,rhld->rthd", scores.softmax(-1), value.repeat_interleave(3, 1))
+    torch.testing.assert_close(out, expected)
+
+
 def test_the_packed_model_still_decodes_and_pads_as_before() -> None:
     model = tiny_model("qwen3").eval()
     policy = Policy(copy.deepcopy(model))
