@@ -196,7 +196,7 @@ def head(setup: Setup) -> float:
     """Bytes around the logits of the M completion tokens of a micro-batch.
 
     Hidden states c M E; under autocast the head's copy 2 V E; a chunk of logits, its gradient, and that in c; the
-    probabilities that are kept for backward; and, when the head is trained and no part of FSDP2's root, its gradient
+    probabilities that are kept for backward in c; and, when the head is trained and no part of FSDP2's root, its gradient
     c V E, under autocast in fp32 too.
     """
     shape, c = setup.shape, setup.computed
@@ -206,7 +206,7 @@ def head(setup: Setup) -> float:
     copy = 2 * matrix if setup.autocast else 0
     logits = min(tokens, chunk_tokens_for(shape.vocabulary)) * shape.vocabulary * (8 + c)
     gradient = 0 if setup.lora or setup.strategy == "fsdp2" else (c + (4 if setup.autocast else 0)) * matrix
-    kept = 4 * min(tokens * shape.vocabulary, KEPT_LOGITS)
+    kept = c * min(tokens * shape.vocabulary, KEPT_LOGITS)
     return c * tokens * shape.hidden + copy + logits + kept + gradient
 
 

@@ -16,8 +16,12 @@ LOGITS_BUDGET = 2**24
 CPU_TILE = 2**22
 """The same on a CPU: what its caches hold, and its allocator gives again without new pages."""
 
-KEPT_LOGITS = 2**26
-"""Most probabilities that wait for backward: 256 MiB. The others are made again: a fourth product beside three."""
+KEPT_LOGITS = 2**27
+"""Most probabilities that wait for backward: 512 MiB in float32, 256 in bfloat16. The others are made again then, by a
+fourth product beside three."""
+
+LEAST_SHARE = -60.0
+"""Logarithm of the least share of the whole that a tile is taken to have: its inverse must be a number."""
 
 FEWEST_COLUMNS = 512
 MOST_COLUMNS = 4096  # float32 loses accuracy in softmax's sum over more
@@ -40,8 +44,9 @@ def selected_logprobs(
     """log softmax((h W^T + b) / temperature) at the given ids, in float32.
 
     Logits are made tile by tile, some columns (tokens of the vocabulary) for as many rows as fit. A tile's softmax and
-    normalizer are all that both passes need, so with ``l_c`` the normalizer of tile c and ``l = log sum_c exp l_c``
-    the gradient in its logits is ``onehot - softmax_c exp(l_c - l)``. Up to ``KEPT_LOGITS`` of them are kept.
+    normalizer are all that both passes need: with ``l_c`` the normalizer of tile c, ``l = log sum_c exp l_c`` and
+    ``s_c = exp(l_c - l)`` its share, the gradient in its logits is ``-s_c (softmax_c - onehot / s_c)``. The bracket is
+    kept, for up to ``KEPT_LOGITS`` of them in the dtype of the products; a row's factors join behind those products.
 
     Args:
         hidden: ``[N, E]`` final hidden states.
@@ -103,6 +108,16 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: fl
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
+def _share(normalizer: Tensor, total: Tensor) -> Tensor:
+    return (normalizer - total).clamp_min_(LEAST_SHARE).exp_()
+
+
+def _subtract_onehot(softmax: Tensor, tile: Tile, logprobs: Tensor, share: Tensor) -> None:
+    """``softmax - onehot / share`` in place; ``(exp logprob - 1) / share`` at the asked token, to full precision."""
+    own = (logprobs[tile.rows].expm1() / share)[:, None].to(softmax.dtype)
+    softmax.scatter_(-1, tile.token, torch.where(tile.inside[:, None], own, softmax.gather(-1, tile.token)))
+
+
 class _SelectedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -133,14 +148,19 @@ class _SelectedLogprobs(torch.autograd.Function):
             normalizers.append(normalizer)
             room -= softmax.numel()
             if room >= 0:
-                kept.append(softmax)
-        ctx.save_for_backward(hidden, weight, bias, ids, total, *normalizers, *kept)
+                kept.append(softmax.to(weight.dtype))
+        logprobs = chosen - total
+        for tile, softmax, normalizer in zip(
+            tiles(ids, weight.shape[0], shape), kept, normalizers, strict=False
+        ):
+            _subtract_onehot(softmax, tile, logprobs, _share(normalizer, total[tile.rows]))
+        ctx.save_for_backward(hidden, weight, bias, ids, total, logprobs, *normalizers, *kept)
         ctx.temperature, ctx.shape, ctx.fast, ctx.tiles = temperature, shape, fast, len(normalizers)
-        return chosen - total
+        return logprobs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, ids, total, *rest = ctx.saved_tensors
+        hidden, weight, bias, ids, total, logprobs, *rest = ctx.saved_tensors
         normalizers, kept = rest[: ctx.tiles], rest[ctx.tiles :]
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         scale = (grads[0] / ctx.temperature).to(total.dtype)
@@ -149,22 +169,21 @@ class _SelectedLogprobs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias) if need_bias else None
         for index, tile in enumerate(tiles(ids, weight.shape[0], ctx.shape)):
             rows, columns = tile.rows, tile.columns
+            share = _share(normalizers[index], total[rows])
             if index < len(kept):
-                softmax = kept[index]
+                error = kept[index]
             else:
                 part = None if bias is None else bias[columns]
                 logits = _logits(hidden[rows], weight[columns], part, ctx.temperature, ctx.fast)
-                softmax = logits.softmax(-1)
-            share = (normalizers[index] - total[rows]).exp_()
-            delta = softmax * (-scale[rows] * share)[:, None]  # kept ones are needed if backward is repeated
-            delta.scatter_add_(-1, tile.token, (scale[rows] * tile.inside)[:, None])
+                error = logits.softmax(-1).to(weight.dtype)
+                _subtract_onehot(error, tile, logprobs, share)
+            factor = (-scale[rows] * share)[:, None]
             if grad_bias is not None:
-                grad_bias[columns] += delta.sum(0)
-            delta = delta.to(weight.dtype)
+                grad_bias[columns] += (error * factor).sum(0)
             if grad_hidden is not None:
-                grad_hidden[rows] += matmul_transposed(delta, weight[columns].T, ctx.fast)
+                grad_hidden[rows] += matmul_transposed(error, weight[columns].T, ctx.fast) * factor
             if grad_weight is not None:
-                product = transposed_matmul(delta, hidden[rows], ctx.fast)
+                product = transposed_matmul(error, (hidden[rows] * factor).to(hidden.dtype), ctx.fast)
                 if rows.start == 0:
                     grad_weight[columns] = product
                 else:

@@ -196,7 +196,7 @@ def _grouped_on_cpu(
     rows, heads, _, width = query.shape
     shared = key.shape[1]
     if mask is not None and mask.shape[1] != 1:  # one for each head
-        mask = mask.unflatten(1, (shared, -1)).squeeze(3)
+        mask = mask.reshape(mask.shape[0], shared, heads // shared, -1)
     queries = query.reshape(rows, shared, heads // shared, width)
     out = F.scaled_dot_product_attention(queries, key, value, mask, dropout, scale=scale)
     return out.reshape(rows, heads, 1, -1)

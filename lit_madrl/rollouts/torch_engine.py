@@ -10,12 +10,14 @@ computed once. No approximation is involved: equal prefixes have equal distribut
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lit_madrl.policy.allocator import keep_freed_memory
+from lit_madrl.policy.linear import packed_weights
 from lit_madrl.rollouts.base import SeededEngine
 from lit_madrl.rollouts.kv_cache import allows_holes
 from lit_madrl.rollouts.live_rows import LiveRows, branch
@@ -24,6 +26,9 @@ from lit_madrl.rollouts.sampling import draw
 from lit_madrl.types import Rollouts, Sampling
 
 Prefixes = Sequence[Sequence[Sequence[int]]]
+
+TOKENS_TO_PACK = 16
+"""Packing the weights pays after about so many tokens; it waits for as many, as completions may end before."""
 
 
 class TorchEngine(SeededEngine):
@@ -78,21 +83,28 @@ class TorchEngine(SeededEngine):
         if self._model is None:
             raise RuntimeError("TorchEngine.generate: expected sync_weights(policy) to be called first")
         request = Request.build(self._model, prompts, sampling, stop_ids, prefixes, limits)
-        with evaluation_mode(self._model), weights_cast_once(request.room.device.type):
-            return request.rollouts(self._sample(self._model, request, sampling))
+        if request.room.device.type == "cpu":
+            keep_freed_memory()
+        with ExitStack() as stack:
+            stack.enter_context(evaluation_mode(self._model))
+            stack.enter_context(weights_cast_once(request.room.device.type))
+            return request.rollouts(self._sample(self._model, request, sampling, stack))
 
-    def _sample(self, model: nn.Module, request: Request, sampling: Sampling) -> list[Draws]:
+    def _sample(
+        self, model: nn.Module, request: Request, sampling: Sampling, stack: ExitStack
+    ) -> list[Draws]:
         count, device = request.room.numel(), request.room.device
         share = self.share_prompts and allows_holes(model)
         stages = plan(request.roots) if share else whole(request.roots)
-        capacity = sum(stage.width for stage in stages) + int(request.room.max())
+        longest = int(request.room.max())
+        capacity = sum(stage.width for stage in stages) + longest
         rows = LiveRows(model, count, capacity, device)
         logits = rows.prefill(stages, self.prefill_tokens)
         # The roots as the children of themselves: every sample gets its place without a special first step.
         branches = branch(request.root, torch.zeros_like(request.root))
         sample = branches.order
         history: list[Draws] = []
-        for step in range(int(request.room.max())):
+        for step in range(longest):
             uniforms = torch.rand(count, dtype=torch.float64, generator=self._generator).to(device)[sample]
             if step < sampling.min_new_tokens:
                 position = request.prefix_lengths.new_empty(logits.shape[0])
@@ -108,6 +120,8 @@ class TorchEngine(SeededEngine):
                 break
             branches = branch(branches.row[live], tokens[live], self.merge_identical)
             sample = sample[live][branches.order]
+            if step == TOKENS_TO_PACK <= longest - step:
+                stack.enter_context(packed_weights(model))
             logits = rows.advance(branches.parents, branches.tokens)
         return history
 

@@ -97,9 +97,7 @@ def saved(policy, setup):
 def head_kept(setup):
     """The part of :func:`memory.head` that the forward keeps: hidden states, and logits where one chunk holds all."""
     groups, rows = setup.micro_batch()
-    return (
-        groups * rows * setup.completion * (setup.computed * setup.shape.hidden + 4 * setup.shape.vocabulary)
-    )
+    return groups * rows * setup.completion * setup.computed * (setup.shape.hidden + setup.shape.vocabulary)
 
 
 @pytest.mark.parametrize("lora", [0, 4])

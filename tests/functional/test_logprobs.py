@@ -273,3 +273,28 @@ def test_temperature_must_be_positive(temperature: float) -> None:
     hidden, weight, _, ids = example()
     with pytest.raises(ValueError, match=r"temperature: expected a number > 0, got"):
         selected_logprobs(hidden, weight, ids, temperature=temperature)
+
+
+def test_tiles_without_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits hundreds of nats apart: neither the inverse of a tile's share nor its product is infinite."""
+    monkeypatch.setattr(module, "CPU_TILE", 4 * 3)
+    hidden = torch.tensor([[1.0], [-1.0], [0.5], [0.0]], requires_grad=True)
+    weight = torch.linspace(-300, 300, 9)[:, None].requires_grad_()
+    ids = torch.tensor([0, 0, 4, 8])
+    got = torch.autograd.grad(selected_logprobs(hidden, weight, ids).sum(), (hidden, weight))
+    expected = torch.autograd.grad(plain(hidden, weight, ids, None, 1.0).sum(), (hidden, weight))
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_confident_tokens_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 - p = 1e-4 keeps bfloat16's relative precision, though p itself would round to 1."""
+    monkeypatch.setattr(module, "CPU_TILE", 2 * 3)
+    hidden = torch.tensor([[1.0, 0.0], [1.0, 0.5]], dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.tensor([[9.2, 1.0], [0.0, 2.0], [0.0, -1.0], [-1.0, 0.5]], dtype=torch.bfloat16)
+    ids = torch.tensor([0, 0])
+    (got,) = torch.autograd.grad(selected_logprobs(hidden, weight, ids).sum(), hidden)
+    exact = hidden.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(plain(exact, weight.double(), ids, None, 1.0).sum(), exact)
+    assert float(expected.abs().max()) < 3e-3
+    torch.testing.assert_close(got.double(), expected, rtol=0.02, atol=1e-7)

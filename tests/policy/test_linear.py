@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lit_madrl.functional.linear import PackedWeight
 from lit_madrl.policy import Policy, PolicyConfig, export, pack
 from lit_madrl.policy.build import adapters_disabled
-from lit_madrl.policy.linear import FastLinear, use_fast_linears
+from lit_madrl.policy.linear import FastLinear, packed_weights, use_fast_linears
 from lit_madrl.policy.sharding import Sharding, shard
 from lit_madrl.rollouts import TorchEngine
 from lit_madrl.types import Sampling
@@ -178,3 +179,69 @@ def test_the_switch_is_checked() -> None:
 def test_without_onednn_the_model_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lit_madrl.policy.linear.onednn", lambda: None)
     assert not fast(Policy(tiny_model("qwen3")))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_weights(dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More columns than oneDNN adds at once; what a packed layer computes until its weight is needed again."""
+    monkeypatch.setattr("lit_madrl.functional.linear.LEAST_PACKED", 1)
+    monkeypatch.setattr("lit_madrl.functional.linear.LONGEST_SUM", 32)
+    model = nn.Sequential(nn.Linear(70, 50, bias=bias)).to(dtype)
+    use_fast_linears(model)
+    x = torch.randn(3, 2, 70, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with torch.no_grad():
+        expected = model(x)
+        with packed_weights(model):
+            model[0].weight.zero_()  # to see which one is used
+            tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
+            torch.testing.assert_close(model(x), expected, rtol=tolerance, atol=tolerance)
+            with torch.enable_grad():
+                trained = model(x)
+        after = model(x)
+    constant = torch.zeros(50, dtype=dtype) if model[0].bias is None else model[0].bias
+    assert torch.equal(trained, constant.expand_as(trained))
+    assert torch.equal(after, constant.expand_as(after))
+
+
+def test_packed_weights_are_those_that_autocast_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lit_madrl.functional.linear.LEAST_PACKED", 1)
+    model = nn.Sequential(nn.Linear(70, 50))
+    use_fast_linears(model)
+    x = torch.randn(3, 70, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = model(x)
+        with packed_weights(model):
+            assert model[0].packed.dtype is torch.bfloat16
+            got = model(x)
+            with torch.autocast("cpu", enabled=False):
+                assert model(x).dtype is torch.float32  # not by those
+    assert got.dtype is expected.dtype is torch.bfloat16
+    torch.testing.assert_close(got, expected)
+
+
+def test_long_completions_by_packed_weights(monkeypatch: pytest.MonkeyPatch, calls: list[Any]) -> None:
+    """The same tokens as without, and the model as it was."""
+    monkeypatch.setattr("lit_madrl.functional.linear.LEAST_PACKED", 1)
+    monkeypatch.setattr("lit_madrl.rollouts.torch_engine.TOKENS_TO_PACK", 3)
+    made: list[PackedWeight] = []
+    original = PackedWeight.__init__
+
+    def watched(self: PackedWeight, *args: Any) -> None:
+        made.append(self)
+        original(self, *args)
+
+    monkeypatch.setattr(PackedWeight, "__init__", watched)
+    completions = []
+    for policy in pair():
+        engine = TorchEngine()
+        engine.sync_weights(policy.model)
+        assert engine.generate([[3, 4, 5]], Sampling(2, 5), [1]).completions()
+        assert not made  # too few tokens
+        completions.append(
+            engine.generate([[3, 4, 5], [6, 7]], Sampling(2, 9, temperature=0), []).completions()
+        )
+        assert len(made) == fast(policy)
+        assert all(module.packed is None for module in policy.modules() if type(module) is FastLinear)
+        made.clear()
+    assert completions[0] == completions[1]

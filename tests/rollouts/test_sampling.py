@@ -66,6 +66,36 @@ def test_inverse_cdf_is_the_first_token_whose_sum_exceeds_u(weights: list[float]
     assert probabilities[token] > 0
 
 
+@given(
+    st.lists(st.one_of(st.just(0.0), st.floats(0, 1)), min_size=1, max_size=60).filter(
+        lambda w: sum(w) > 0.1
+    ),
+    st.lists(st.one_of(st.just(0.0), st.floats(0, 1)), min_size=2, max_size=2),
+    st.integers(1, 9),
+)
+def test_sums_of_spans_find_what_sums_of_columns_find(
+    weights: list[float], us: list[float], span: int
+) -> None:
+    probabilities = torch.tensor([weights]) / sum(weights)
+    found = []
+    for width in (10**6, span):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "SPAN", width)
+            found.append([int(inverse_cdf(probabilities, column([u]))) for u in (*us, ALMOST_ONE)])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("draws", [1, 3])
+def test_a_large_vocabulary(draws: int) -> None:
+    """Some of 5000 columns, which is no multiple of the span, at the uniforms in the middle of their shares."""
+    probabilities = torch.full((2, 5000), 1 / 4096)
+    probabilities[0, :904] = 0
+    probabilities[1, 4096:] = 0
+    tokens = torch.tensor([[904, 1700, 4999], [0, 127, 4095]])[:, :draws]
+    uniforms = (tokens - torch.tensor([[904], [0]]) + 0.5).double() / 4096
+    assert torch.equal(inverse_cdf(probabilities, uniforms), tokens)
+
+
 def test_inverse_cdf_by_hand() -> None:
     us = [0.0, 0.249, 0.25, 0.49, 0.5, 0.99]
     assert inverse_cdf(torch.tensor([[0.25, 0.25, 0.5]]), column(us)).tolist() == [[0, 0, 1, 1, 2, 2]]
