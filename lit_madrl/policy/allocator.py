@@ -12,7 +12,7 @@ _log = logging.getLogger(__name__)
 CHOSEN_BY = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
 LARGE = 2**30
-"""Bytes from which a block is a mapping of its own, and how much freed memory may stay."""
+"""Bytes from which a block is a mapping of its own, which goes back to the system when it is freed."""
 
 
 @cache
@@ -29,4 +29,4 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):  # no such function; no such library; not on Windows
         return False
-    return bool(mallopt(_MMAP_THRESHOLD, LARGE) and mallopt(_TRIM_THRESHOLD, LARGE))
+    return bool(mallopt(_MMAP_THRESHOLD, LARGE) and mallopt(_TRIM_THRESHOLD, -1))
