@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import json
 import logging
@@ -231,6 +232,9 @@ def return_free_memory() -> None:
 def in_own_process(function: Callable[..., Any], *arguments: Any, threads: int = 1) -> Any:
     """What ``function`` returns in a new process, whose memory nothing else has used, with ``threads`` threads."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ["MALLOC_ARENA_MAX"] = (
+        "1"  # the sides are threads, and a program's memory is that of its main thread
+    )
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(function, *arguments).result()
@@ -283,6 +287,24 @@ def about(script: str, path: Path | None, *packages: str) -> dict[str, Any]:
         "machine": machine,
         "versions": versions,
     }
+
+
+def rows_parser(
+    description: str | None, rows: Sequence[str], precisions: Sequence[str], budget: float
+) -> argparse.ArgumentParser:
+    """The command line of a benchmark that measures rows, each in steps that alternate."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=form)
+    parser.add_argument("--rows", default=",".join(rows), help="of %(default)s")
+    parser.add_argument("--precision", default=",".join(precisions), help="of %(default)s")
+    parser.add_argument("--budget", type=float, default=budget, help="seconds a row, its first steps aside")
+    parser.add_argument(
+        "--least", type=int, default=3, help="counted steps of a row even if they take longer"
+    )
+    parser.add_argument("--most", type=int, default=20, help="counted steps of a row even if time is left")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="file of rows to add the results to")
+    return parser
 
 
 def chosen(option: str, names: str, known: Sequence[str]) -> list[str]:

@@ -24,7 +24,7 @@ import transformers
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.alternating import Results, Rounds, about, chosen, in_own_process, now, quiet
+from benchmarks.alternating import Results, Rounds, about, chosen, in_own_process, now, quiet, rows_parser
 from benchmarks.grpo_work import PRESETS, Work
 from benchmarks.vs_trl import NO_MERGE, PRECISIONS, ROWS
 from lit_madrl.policy import Policy
@@ -169,18 +169,7 @@ def print_row(row: dict[str, Any]) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("--rows", default=",".join(ROWS), help="of %(default)s")
-    parser.add_argument("--precision", default=",".join(PRECISIONS), help="of %(default)s")
-    parser.add_argument("--budget", type=float, default=6, help="seconds a row, first calls aside")
-    parser.add_argument(
-        "--least", type=int, default=3, help="counted calls of a row even if they take longer"
-    )
-    parser.add_argument("--most", type=int, default=20, help="counted calls of a row even if time is left")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="file of rows to add the results to")
-    return parser
+    return rows_parser(__doc__, ROWS, PRECISIONS, budget=6)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -195,9 +195,9 @@ def activations(setup: Setup) -> float:
 def head(setup: Setup) -> float:
     """Bytes around the logits of the M completion tokens of a micro-batch.
 
-    Hidden states c M E; under autocast the head's copy 2 V E; a chunk of logits, its gradient, and that in c; the
-    probabilities that are kept for backward in c; and, when the head is trained and no part of FSDP2's root, its gradient
-    c V E, under autocast in fp32 too.
+    Hidden states c M E; under autocast the head's copy 2 V E; a chunk of logits, its gradient, and that in c;
+    probabilities that are kept for backward, in c; and, when the head is trained and no part of FSDP2's root, its
+    gradient c V E, under autocast in fp32 too.
     """
     shape, c = setup.shape, setup.computed
     groups, rows = setup.micro_batch()

@@ -55,6 +55,7 @@ from benchmarks.alternating import (
     print_row,
     quiet,
     ratio,
+    rows_parser,
     table,
 )
 from benchmarks.grpo_work import PRESETS, Work
@@ -266,18 +267,8 @@ def require_trl() -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("--rows", default=",".join(ROWS), help="of %(default)s")
-    parser.add_argument("--precision", default=",".join(PRECISIONS), help="of %(default)s")
-    parser.add_argument("--budget", type=float, default=20, help="seconds a row, its first steps aside")
-    parser.add_argument(
-        "--least", type=int, default=3, help="counted steps of a row even if they take longer"
-    )
-    parser.add_argument("--most", type=int, default=20, help="counted steps of a row even if time is left")
-    parser.add_argument("--threads", type=int, default=1)
+    parser = rows_parser(__doc__, ROWS, PRECISIONS, budget=20)
     parser.add_argument("--side", choices=SIDES, help="measure this one alone")
-    parser.add_argument("--json", type=Path, help="file of rows to add the results to")
     parser.add_argument("--table", type=Path, help="write the table of that file, measure nothing")
     return parser
 
