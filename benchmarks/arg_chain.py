@@ -6,7 +6,8 @@
 Each run is the shipped ``configs/arg`` files through the command line, evaluated on the 198 test questions with 8
 samples each. A student is a warm start of its own, weights and data; students are numbered by seed, and those are used
 that have learned arithmetic, which is decided before any method is tried: the mean loss of the last 50 steps of their
-clean training is at most .01 nats a token. Every method starts from the same students.
+clean training is at most .01 nats a token. Students 0 to 2 chose the task's settings, those from 3 on are reported.
+Every method starts from the same students.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "contagious": ("chain_contagious",),
 }
 WHAT = {
-    "standard": "references skip 70 % of their blocks",
+    "standard": "references skip 80 % of their blocks",
     "hard": "likewise, on 9 hard pairs in chains of 9 or 10",
     "close": "references skip 40 % of their blocks",
     "own_style": "references skip nothing: the student's own style",
@@ -55,7 +56,7 @@ COMPARED = {
 }
 """The methods of the settings that have not all: harder ones, and those in which guidance gains nothing, or fails."""
 LEARNED = 0.01
-STUDENTS = 3
+FIRST, STUDENTS = 3, 3
 KEYS = ("setting", "method", "seed")
 COMMAND = "python benchmarks/arg_chain.py"
 LEVELS = ("1", "0.5", "0.25")
@@ -70,9 +71,9 @@ def grid(seeds: list[int]) -> Iterator[Row]:
 
 
 def students(folder: Path) -> dict[int, float]:
-    """Loss of the clean training by seed, from 0 on, until as many as are wanted have learned arithmetic."""
+    """Loss of the clean training by seed, from ``FIRST`` on, until as many as are wanted have learned arithmetic."""
     losses: dict[int, float] = {}
-    for seed in count():
+    for seed in count(FIRST):
         if sum(loss <= LEARNED for loss in losses.values()) == STUDENTS:
             return losses
         losses[seed] = clean_loss(folder, seed)

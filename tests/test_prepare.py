@@ -78,8 +78,8 @@ def test_chain_folder_loads_as_a_smaller_qwen3(tiny_chain: Path) -> None:
     assert (config.hidden_size, config.num_hidden_layers, config.head_dim) == (64, 3, 16)
     assert (config.num_attention_heads, config.num_key_value_heads, config.intermediate_size) == (4, 2, 192)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert model.num_parameters() == pytest.approx(152_000, rel=0.01)
-    assert config.vocab_size == len(tokenizer) == 63
+    assert model.num_parameters() == pytest.approx(155_000, rel=0.01)
+    assert config.vocab_size == len(tokenizer) == 107
     for name, token in (("pad", "<pad>"), ("eos", "<eos>"), ("bos", "<bos>")):
         token_id = tokenizer.convert_tokens_to_ids(token)
         for holder in (tokenizer, config, model.generation_config):
@@ -89,21 +89,21 @@ def test_chain_folder_loads_as_a_smaller_qwen3(tiny_chain: Path) -> None:
 def test_chain_numbers_start_on_circles(tiny_chain: Path) -> None:
     weight = AutoModelForCausalLM.from_pretrained(tiny_chain).lm_head.weight.detach()
     tokenizer = AutoTokenizer.from_pretrained(tiny_chain)
-    ids = tokenizer.convert_tokens_to_ids([str(n) for n in range(53)])
+    ids = tokenizer.convert_tokens_to_ids([str(n) for n in range(97)])
     features = weight[ids, :16]
     assert features[0].tolist() == pytest.approx([0.08, 0.0] * 8)
-    angle = 2 * math.pi / 53
+    angle = 2 * math.pi / 97
     expected = [
         value
-        for k in (1, 2, 3, 5, 7, 11, 13, 17)
+        for k in (1, 8, 14, 21, 28, 35, 41, 48)
         for value in (math.cos(20 * k * angle), math.sin(20 * k * angle))
     ]
     assert (features[20] / 0.08).tolist() == pytest.approx(expected, abs=1e-5)
     # Adding 5 turns every circle by the same angle wherever one starts: what makes modular addition easy.
-    points = torch.view_as_complex(features.view(53, 8, 2).contiguous())
+    points = torch.view_as_complex(features.view(97, 8, 2).contiguous())
     turns = points.roll(-5, 0) / points
     assert torch.allclose(turns, turns[:1].expand_as(turns), atol=1e-4)
-    others = [n for n in range(63) if n not in ids]
+    others = [n for n in range(107) if n not in ids]
     assert float(weight[others].std()) == pytest.approx(0.02, rel=0.15)
 
 
@@ -124,7 +124,7 @@ def test_chain_words_are_tokens_that_never_merge(tiny_chain: Path) -> None:
 
 def test_an_unknown_word_is_an_error(tiny_chain: Path) -> None:
     with pytest.raises(Exception, match=r"Missing .* from the vocabulary"):
-        AutoTokenizer.from_pretrained(tiny_chain).encode("53 + 2 ?")
+        AutoTokenizer.from_pretrained(tiny_chain).encode("97 + 2 ?")
 
 
 @pytest.mark.parametrize("write", [prepare.write_tiny_choice, prepare.write_tiny_chain])

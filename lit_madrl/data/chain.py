@@ -36,6 +36,9 @@ HARD = tuple(
 )
 EASY = tuple(op for op in (Operation(s, d) for s in "+-" for d in range(2, 10)) if op not in HARD)
 
+MODULUS = 97
+"""The task's own: large enough that a guess is seldom right."""
+
 _MISTAKE = 3
 _TEST_QUESTIONS = 198
 _VALIDATION_QUESTIONS = 66
@@ -160,7 +163,7 @@ class ChainDataModule(PromptDataModule):
         lengths: numbers of operations, those of the evaluation sets too.
         hard_pairs: how many of these the student has a misconception about (see :class:`Student`), likewise;
             empty draws all operations uniformly.
-        modulus: values are in [0, modulus); large enough that a student's errors cannot cancel.
+        modulus: values are in [0, modulus), so many that a student's errors cannot cancel.
         reference_skip: probability of a skip for each block of a reference.
         reference_run: values that a skip leaves out. Every one more multiplies what a student must know to imitate the
             reference by 16, the number of operations.
@@ -173,7 +176,7 @@ class ChainDataModule(PromptDataModule):
         self,
         lengths: Sequence[int] = (8, 9, 10),
         hard_pairs: Sequence[int] = (7, 8),
-        modulus: int = 53,
+        modulus: int = MODULUS,
         reference_skip: float = 0.4,
         reference_run: int = 1,
         student: Student | None = None,

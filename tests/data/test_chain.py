@@ -14,6 +14,7 @@ from lit_madrl.data import ChainDataModule, Student
 from lit_madrl.data.chain import (
     EASY,
     HARD,
+    MODULUS,
     Operation,
     Question,
     chain_values,
@@ -29,7 +30,7 @@ from lit_madrl.tasks import ChainVerifier
 from lit_madrl.types import Problem
 
 SHORT = Question(17, (Operation("+", 3), Operation("-", 5), Operation("+", 2)))
-WRAPS = Question(50, (Operation("+", 8), Operation("-", 9), Operation("-", 4)))
+WRAPS = Question(94, (Operation("+", 8), Operation("-", 9), Operation("-", 4)))
 
 operations = st.builds(Operation, st.sampled_from("+-"), st.integers(2, 9))
 questions = st.builds(Question, st.integers(0, 52), st.lists(operations, min_size=1, max_size=10).map(tuple))
@@ -37,7 +38,7 @@ seeds = st.integers(0, 2**32)
 shares = st.sampled_from([0.0, 0.3, 1.0])
 
 
-def solve(text: str, modulus: int = 53) -> list[int]:
+def solve(text: str, modulus: int = MODULUS) -> list[int]:
     """The values of a prompt's chain, read from its text: the slow reference."""
     words = text.split()
     assert words[-1] == "?"
@@ -70,12 +71,12 @@ def trained(data: ChainDataModule, count: int) -> list[Problem]:
     ("question", "prompt", "values", "solution"),
     [
         (SHORT, "17 + 3 - 5 + 2 ?", [20, 15, 17], "+ 3 20 ; - 5 15 ; + 2 17 ; [ 17 ]"),
-        (WRAPS, "50 + 8 - 9 - 4 ?", [5, 49, 45], "+ 8 5 ; - 9 49 ; - 4 45 ; [ 45 ]"),
+        (WRAPS, "94 + 8 - 9 - 4 ?", [5, 93, 89], "+ 8 5 ; - 9 93 ; - 4 89 ; [ 89 ]"),
     ],
 )
 def test_questions_read_as_written(question: Question, prompt: str, values: list[int], solution: str) -> None:
     assert render_prompt(question) == prompt
-    assert chain_values(question, 53) == values == solve(prompt)
+    assert chain_values(question, MODULUS) == values == solve(prompt)
     assert render_solution(question, values, [False] * 3) == solution
 
 
@@ -94,12 +95,12 @@ def test_a_skip_hides_the_value() -> None:
     ],
 )
 def test_students_without_chance(student: Student, solution: str) -> None:
-    assert student.solve(SHORT, 53, Random(0)) == solution
+    assert student.solve(SHORT, MODULUS, Random(0)) == solution
 
 
-def test_vocabulary_is_60_words_that_cover_all_text() -> None:
-    words = vocabulary(53)
-    assert len(words) == len(set(words)) == 60
+def test_vocabulary_is_104_words_that_cover_all_text() -> None:
+    words = vocabulary(MODULUS)
+    assert len(words) == len(set(words)) == 104
     data = ChainDataModule(student=Student())
     for problem in trained(data, 200) + data.test_problems():
         text = [problem.prompt, problem.reference, *problem.metadata.get("completions", [])]
@@ -124,8 +125,8 @@ def test_skips_are_blocks_that_end_in_a_value(length: int, probability: float, s
 
 @given(questions, shares)
 def test_a_reference_is_correct_and_depends_on_its_question_alone(question: Question, skip: float) -> None:
-    reference = reference_solution(question, 53, skip)
-    assert reference == reference_solution(question, 53, skip)
+    reference = reference_solution(question, MODULUS, skip)
+    assert reference == reference_solution(question, MODULUS, skip)
     steps, written, number = read(reference)
     truth = solve(render_prompt(question))
     assert steps == [(op.sign, str(op.operand)) for op in question.operations]
@@ -138,7 +139,7 @@ def test_no_wrong_chain_ends_in_the_answer(
     question: Question, seed: int, misconception: float, skip: float, slip: float
 ) -> None:
     student = Student(misconception=misconception, skippers=0.5, skip=skip, slip=slip)
-    _, written, number = read(student.solve(question, 53, Random(seed)))
+    _, written, number = read(student.solve(question, MODULUS, Random(seed)))
     truth = solve(render_prompt(question))
     right = all(value in (None, true) for value, true in zip(written, truth, strict=True))
     assert number == written[-1]
@@ -159,7 +160,7 @@ def test_a_careless_student_errs_as_often_as_told() -> None:
             assert result is not None
             op = Operation(sign, int(operand))
             kind = "hard" if op in HARD else "easy"
-            error = (result - solve(f"{value} {sign} {operand} ?")[0]) % 53
+            error = (result - solve(f"{value} {sign} {operand} ?")[0]) % MODULUS
             assert error in (0, 3)
             counts[kind] += 1
             counts[f"{kind} wrong"] += error == 3
@@ -181,7 +182,7 @@ def test_slips_follow_skips_alone() -> None:
         for i, (value, true) in enumerate(zip(written, solve(str(problem.prompt)), strict=True)):
             if value is None:
                 continue
-            slipped = (value - true) % 53 - shift
+            slipped = (value - true) % MODULUS - shift
             assert slipped in (0, 1)
             if i and written[i - 1] is None:
                 skips += 1
@@ -219,7 +220,7 @@ def test_references_verify_and_are_in_another_style() -> None:
     assert sum("~" in block for block in blocks) / len(blocks) == pytest.approx(0.37, abs=0.03)
     assert sum("~" in group[0] for group in references) > 380
     own = Student(misconception=0, skippers=0)
-    same = sum(own.solve(_question(problem), 53, Random(0)) == problem.reference for problem in problems)
+    same = sum(own.solve(_question(problem), MODULUS, Random(0)) == problem.reference for problem in problems)
     assert same == sum("~" not in group[0] for group in references)
 
 
@@ -273,7 +274,7 @@ def test_training_meets_no_held_out_question(settings: dict[str, Any]) -> None:
 
 def test_splits_have_the_sizes_told() -> None:
     questions = [
-        Question(v, (a, b)) for v in range(53) for a in (*HARD, *EASY) for b in (*HARD, *EASY)
+        Question(v, (a, b)) for v in range(MODULUS) for a in (*HARD, *EASY) for b in (*HARD, *EASY)
     ]  # all of length 2
     shares = Counter(map(split_of, questions))
     assert shares["test"] / len(questions) == pytest.approx(1 / 16, abs=0.01)
@@ -283,7 +284,7 @@ def test_splits_have_the_sizes_told() -> None:
 def test_uniform_questions_use_every_pair() -> None:
     rng = Random(0)
     drawn = Counter(
-        op for _ in range(400) for op in draw_question(rng, [8], (), 53).operations
+        op for _ in range(400) for op in draw_question(rng, [8], (), MODULUS).operations
     )  # 200 of each expected
     assert set(drawn) == {*HARD, *EASY}
     assert min(drawn.values()) > 140
@@ -305,8 +306,8 @@ def test_no_categories() -> None:
             "modulus: expected an integer >= 11, got 10",
         ),
         (
-            lambda: ChainDataModule(student=Student(lengths=(20,))),
-            "modulus: expected an integer >= 71, got 53",
+            lambda: ChainDataModule(modulus=70, student=Student(lengths=(20,))),
+            "modulus: expected an integer >= 71, got 70",
         ),
         (lambda: ChainDataModule(reference_skip=1.5), r"reference_skip: expected .* \[0, 1\], got 1.5"),
         (lambda: Student(lengths=()), r"student.lengths: expected integers >= 1"),
