@@ -24,17 +24,20 @@ _NCCL = re.compile(r"(?P<what>[^\n]*(?:remote process exited|ncclRemoteError)[^\
 
 @contextmanager
 def one_line_lost_ranks(ranks_per_node: int) -> Iterator[None]:
-    """End the program with status 1 and one line on stderr when a collective fails because contact is lost.
+    """End the program with status 1 and one line on stderr when processes do not meet or lose contact.
 
-    Whoever notices reports to the store that all share and ends, by which the rest notice. Rank 0 closes its
+    Whoever notices a lost one reports to the store that all share and ends, by which the rest notice. Rank 0 closes its
     connections but stays a while, and names those who have not reported. Whatever else fails keeps its traceback.
     """
     try:
         yield
     except RuntimeError as error:
         what = lost_contact(error)
-        if what is None or not dist.is_initialized():
+        if what is None:
             raise
+        if not dist.is_initialized():
+            print(f"error: {not_met(what)}", file=sys.stderr, flush=True)
+            raise SystemExit(1) from error
         rank, ranks = dist.get_rank(), dist.get_world_size()
         if rank == 0 and threading.current_thread() is threading.main_thread():
             signal.signal(
@@ -66,9 +69,22 @@ def _leave(joined_before: bool) -> None:
 
 
 def lost_contact(error: RuntimeError) -> str | None:
-    """What a collective's error says of the connection; ``None`` when it is about something else."""
+    """What an error says of the connection to others; ``None`` when it is about something else."""
     found = _GLOO.search(str(error)) or _NCCL.search(str(error))
+    if found is None and isinstance(error, dist.DistError):
+        return str(error).strip().split("\n")[0]
     return found and found["what"].strip()
+
+
+def not_met(what: str) -> str:
+    """The line when the processes never were one group."""
+    name, ranks, address, port = (
+        os.environ.get(key, "?") for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    )
+    return (
+        f"rank {name} of {ranks} did not meet the others at {address}:{port} ({what}). Are all nodes started, with the "
+        "same MASTER_ADDR, MASTER_PORT and NNODES, and is IFNAME the interface by which they reach each other?"
+    )
 
 
 def explain(rank: int, ranks: int, what: str, silent: Sequence[int] | None, ranks_per_node: int) -> str:

@@ -1,14 +1,16 @@
-"""How a run leaves the process group that it joined."""
+"""How a run joins and leaves its process group."""
 
 from __future__ import annotations
 
+import socket
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from lit_madrl.lost_ranks import own_process_group
+from lit_madrl.lost_ranks import one_line_lost_ranks, own_process_group
 
 
 def join(store: Path) -> None:
@@ -39,3 +41,26 @@ def test_a_group_of_the_callers_stays(tmp_path: Path) -> None:
         assert dist.is_initialized()
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_processes_that_do_not_meet(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 waits for one that never comes; rank 1 finds nobody."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended, one_line_lost_ranks(1):
+        dist.init_process_group("gloo", timeout=timedelta(seconds=1))
+    assert ended.value.code == 1
+    line = capsys.readouterr().err.strip().split("\n")[-1]
+    assert line.startswith(f"error: rank {rank} of 2 did not meet the others at 127.0.0.1:{port} (")
+
+
+def test_other_errors_keep_their_traceback() -> None:
+    with pytest.raises(RuntimeError, match=r"^shapes$"), one_line_lost_ranks(1):
+        raise RuntimeError("shapes")
