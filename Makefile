@@ -33,7 +33,7 @@ test-vllm: export OMP_NUM_THREADS = 1
 test-vllm: export HF_HUB_OFFLINE = 1
 test-vllm: .venv-vllm/stamp  ## run the tests of the vLLM engines on a CPU (after quickstart, whose warm start one test trains)
 	.venv-vllm/bin/python -m pytest $(ARGS) tests/rollouts/test_vllm_engine.py tests/rollouts/test_vllm_server.py \
-		tests/rollouts/test_vllm_choice.py tests/rollouts/test_policy_weights.py
+		tests/rollouts/test_vllm_transfer.py tests/rollouts/test_vllm_choice.py tests/rollouts/test_policy_weights.py
 
 lint: .venv/dev.stamp  ## check style, types and the direction of imports
 	.venv/bin/ruff check

@@ -6,7 +6,7 @@
 Each run is the shipped ``configs/arg`` files through the command line, evaluated on the 198 test questions with 8
 samples each. A student is a warm start of its own, weights and data; students are numbered by seed, and those are used
 that have learned arithmetic, which is decided before any method is tried: the mean loss of the last 50 steps of their
-clean training is at most .01 nats a token. Students 0 to 2 chose the task's settings, those from 3 on are reported.
+clean training is at most .01 nats a token. Students 0 to 5 chose the task's settings, those from 6 on are reported.
 Every method starts from the same students.
 """
 
@@ -44,9 +44,9 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "contagious": ("chain_contagious",),
 }
 WHAT = {
-    "standard": "references skip 80 % of their blocks",
+    "standard": "references skip 70 % of their blocks, two values each",
     "hard": "likewise, on 9 hard pairs in chains of 9 or 10",
-    "close": "references skip 40 % of their blocks",
+    "close": "references skip 40 % of their blocks, one value each",
     "own_style": "references skip nothing: the student's own style",
     "contagious": "references skip every block",
 }
@@ -56,7 +56,7 @@ COMPARED = {
 }
 """The methods of the settings that have not all: harder ones, and those in which guidance gains nothing, or fails."""
 LEARNED = 0.01
-FIRST, STUDENTS = 3, 3
+FIRST, STUDENTS = 6, 3
 KEYS = ("setting", "method", "seed")
 COMMAND = "python benchmarks/arg_chain.py"
 LEVELS = ("1", "0.5", "0.25")

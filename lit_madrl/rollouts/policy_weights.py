@@ -14,8 +14,10 @@ from torch.distributed.tensor import DTensor
 INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_weights(model: nn.Module, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
     """The names and tensors of a checkpoint of ``model``, adapters merged, tied weights under each of their names.
+
+    Without ``merged``, the values are those without adapters, and cost nothing.
 
     Raises:
         ValueError: the model's weights are sharded over processes.
@@ -26,11 +28,11 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if not name.startswith(inside):
             yield name, value
     for name, layer in layers.items():
-        # Merging in place and undoing it would move the base weights by rounding.
-        merged = copy.deepcopy(layer)
-        if not layer.disable_adapters:
-            merged.merge()
-        for key, value in _state(merged.get_base_layer()):
+        if merged and not layer.disable_adapters:
+            # Merging in place and undoing it would move the base weights by rounding.
+            layer = copy.deepcopy(layer)
+            layer.merge()
+        for key, value in _state(layer.get_base_layer()):
             yield f"{name}.{key}", value
 
 

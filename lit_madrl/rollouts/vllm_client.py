@@ -6,13 +6,17 @@ import http.client
 import json
 import urllib.error
 import urllib.request
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lit_madrl.rollouts.vllm_base import Continuation, Job
 
 CHANGING = "changing"
 """The version of weights of which some may be new and some old."""
+
+UNCHANGED = "default"
+"""The version that vLLM gives to the weights it has started with."""
 
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -39,18 +43,29 @@ class Server:
     def revive(self) -> None:
         """Start the server again if that is ours to do."""
 
+    def stop(self) -> None:
+        """End the server if that is ours to do."""
+
     def weight_version(self) -> str:
-        """The version given by :meth:`load`; ``default`` after a start."""
+        """The version given by :meth:`changing_weights`; ``UNCHANGED`` after a start."""
         return str(self.call("/weight_info", timeout=min(self.timeout, 30.0))["weight_version"])
 
-    def load(self, folder: Path, version: str) -> None:
-        """Take the weights of a transformers folder, which the server must see under the same path."""
+    def number_of_workers(self) -> int:
+        """Processes that hold a share of the weights, or all of them."""
+        return int(self.call("/get_world_size")["world_size"])
+
+    @contextmanager
+    def changing_weights(self, version: str) -> Iterator[None]:
+        """In here the weights become those of ``version``; nothing that was computed with the former is used again."""
         self.call("/update_weight_version", {"new_version": CHANGING})
-        arguments = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        self.call("/collective_rpc", arguments)
+        yield
         if not self.call("/reset_prefix_cache?reset_running_requests=true", {})["success"]:
             raise UnavailableError("it kept its prefix cache, which belongs to other weights")
         self.call("/update_weight_version", {"new_version": version})
+
+    def call_workers(self, method: str, **arguments: Any) -> None:
+        """Call a method of every worker."""
+        self.call("/collective_rpc", {"method": method, "kwargs": arguments})
 
     def complete(self, job: Job, sampling: dict[str, Any], version: str) -> list[Continuation]:
         """The continuations of a job under the weights of that version.

