@@ -1,4 +1,4 @@
-"""Step times of training loops that take turns in one process, so that all of them meet the same machine."""
+"""Step times of training loops that take turns, so that all of them meet the same machine."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -72,7 +73,7 @@ class Steps:
     A step is all that happens between two turns; ``other`` is what no stage covers. Waiting is not counted.
     """
 
-    def __init__(self, name: str, relay: Relay, rounds: Rounds | None = None) -> None:
+    def __init__(self, name: str, relay: Relay | None = None, rounds: Rounds | None = None) -> None:
         self.name, self.relay, self.rounds = name, relay, rounds
         self.seconds: list[dict[str, np.ndarray]] = []
         self.memory: list[int] = []
@@ -80,7 +81,7 @@ class Steps:
 
     def begin(self) -> None:
         """A step begins."""
-        if len(self.seconds) <= WARM_UP:  # else it may use memory that the other side left behind
+        if len(self.seconds) <= WARM_UP:  # what its first steps left behind is memory that a step needs
             return_free_memory()
         self._held = reset_peak_memory()
         self._current = {stage: np.zeros(2) for stage in STAGES}
@@ -91,15 +92,20 @@ class Steps:
         step = self._current
         step["total"] = now() - self._begun
         step["other"] = step["total"] - step["generation"] - step["reference"] - step["update"]
+        over = self.take(step, memory("VmHWM") - self._held)
+        if not over:
+            self.begin()
+        return over
+
+    def take(self, step: dict[str, np.ndarray], added: int) -> bool:
+        """Record a step and the KiB it needed, and let the others make one; true if there shall be no more."""
+        assert self.relay is not None
         self.seconds.append(step)
-        self.memory.append(memory("VmHWM") - self._held)
+        self.memory.append(added)
         self.relay.hand_on(self.name)
         self.relay.wait(self.name)
         counted = len(self.seconds) - WARM_UP
-        if self.rounds is not None and counted >= 0 and self.rounds.over(counted):
-            return True
-        self.begin()
-        return False
+        return self.rounds is not None and counted >= 0 and self.rounds.over(counted)
 
     def add(self, stage: str, since: np.ndarray) -> None:
         """Count the time from ``since`` to now as the stage's."""
@@ -131,6 +137,65 @@ class Steps:
             "memory_mib": max(self.memory[WARM_UP:]) // 1024,
             "tokens_per_completion": round(float(np.mean(self.tokens[WARM_UP:])), 3),
         }
+
+
+class StepsElsewhere(Steps):
+    """Steps of a loop in another process, which :func:`elsewhere` hears of by ``connection``."""
+
+    def __init__(self, name: str, connection: Connection) -> None:
+        super().__init__(name)
+        self.connection = connection
+
+    def take(self, step: dict[str, np.ndarray], added: int) -> bool:
+        """See ``Steps.take``."""
+        self.seconds.append(step)
+        self.connection.send((step, added, self.tokens))
+        return bool(self.connection.recv())
+
+
+def elsewhere(loop: Callable[[Steps], None], threads: int) -> Callable[[Steps], None]:
+    """The loop in a process of its own, so that settings and memory of no other reach it.
+
+    Args:
+        loop: it and what it holds can be pickled.
+        threads: for its computations.
+    """
+
+    def proxy(steps: Steps) -> None:
+        _set_environment(threads)
+        context = multiprocessing.get_context("spawn")
+        connection, theirs = context.Pipe()
+        process = context.Process(target=_run_elsewhere, args=(loop, steps.name, threads, theirs))
+        process.start()
+        theirs.close()
+        try:
+            while (made := connection.recv()) is not None:
+                if isinstance(made, BaseException):
+                    raise made
+                step, added, steps.tokens = made
+                connection.send(steps.take(step, added))
+        finally:
+            connection.close()
+            process.join()
+
+    return proxy
+
+
+def _run_elsewhere(loop: Callable[[Steps], None], name: str, threads: int, connection: Connection) -> None:
+    quiet()
+    torch.set_num_threads(threads)
+    try:
+        loop(StepsElsewhere(name, connection))
+        connection.send(None)
+    except BaseException as error:
+        connection.send(error)
+
+
+def _set_environment(threads: int) -> None:
+    """Of processes that are started from now on."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    # Loops are run by threads, but a program's memory is that of its main thread.
+    os.environ["MALLOC_ARENA_MAX"] = "1"
 
 
 def alternate(
@@ -231,10 +296,7 @@ def return_free_memory() -> None:
 
 def in_own_process(function: Callable[..., Any], *arguments: Any, threads: int = 1) -> Any:
     """What ``function`` returns in a new process, whose memory nothing else has used, with ``threads`` threads."""
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    os.environ["MALLOC_ARENA_MAX"] = (
-        "1"  # the sides are threads, and a program's memory is that of its main thread
-    )
+    _set_environment(threads)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(function, *arguments).result()

@@ -7,8 +7,8 @@ A row is a work (``PRESETS`` in grpo_work.py; ``-no-merge``: ours computes ident
 precision: fp32, or bf16 autocast over fp32 weights. Both sides get the same weights, prompts, lengths, rewards and
 beta, compute the batch at once without gradient checkpointing (but SmolLM2, which TRL takes in 4 parts for want of
 memory), make one update a batch by fused AdamW, and log nothing.
-Their steps alternate in one process, a process for each row; the first of each is not counted. A step is all its
-trainer does: data, generation, rewards, reference, update.
+Their steps alternate, each side in a process of its own; the first of each is not counted. A step is all its trainer
+does: data, generation, rewards, reference, update.
 
 Of what else TRL offers: its chunked LM head is always on; ``torch_compile`` (11 % less CPU time a step in fp32, none in
 bf16) is on in fp32 where all batches have the same lengths (25m), else it compiles again and again; smaller
@@ -50,7 +50,7 @@ from benchmarks.alternating import (
     about,
     alternate,
     chosen,
-    in_own_process,
+    elsewhere,
     now,
     print_row,
     quiet,
@@ -236,9 +236,10 @@ def trl_arguments(run: Run) -> Any:
 
 def measure(run: Run, rounds: Rounds, sides: Sequence[str] = SIDES, threads: int = 1) -> dict[str, Any]:
     """Medians of each side, the ratio of TRL's to ours when there are both, and the counted steps."""
-    quiet()
     loops = {"trl": trl, "ours": ours}
-    steps = alternate({side: partial(loops[side], run) for side in sides}, threads, rounds)
+    steps = alternate(
+        {side: elsewhere(partial(loops[side], run), threads) for side in sides}, threads, rounds
+    )
     row: dict[str, Any] = {side: steps[side].summary() for side in sides}
     if set(sides) == set(SIDES):
         row["ratio"] = ratio(steps["trl"], steps["ours"])
@@ -274,7 +275,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def measured(name: str, precision: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One row, made in a process of its own.
+    """One row.
 
     Raises:
         FileNotFoundError: its model is missing.
@@ -293,7 +294,7 @@ def measured(name: str, precision: str, options: argparse.Namespace) -> dict[str
         "prompts": work.prompts,
         "group_size": work.group_size,
         "prompt_tokens": round(sum(map(len, prompts)) / len(prompts), 1),
-        **in_own_process(measure, run, rounds, sides, options.threads, threads=options.threads),
+        **measure(run, rounds, sides, options.threads),
     }
 
 

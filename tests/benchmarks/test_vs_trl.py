@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ def toy(model, monkeypatch):
     monkeypatch.setattr(grpo_work, "WARM_START", model)
     monkeypatch.setitem(grpo_work.PRESETS, "toy", grpo_work.Work(2, 5, 3))
     monkeypatch.setattr(vs_trl, "ROWS", ("toy", "toy-no-merge", "smollm2"))
-    monkeypatch.setattr(vs_trl, "in_own_process", lambda function, *arguments, threads: function(*arguments))
+    monkeypatch.setattr(vs_trl, "elsewhere", lambda loop, threads: loop)
     monkeypatch.setattr(vs_trl, "quiet", lambda: None)
     threads = torch.get_num_threads()
     yield
@@ -125,6 +126,36 @@ def test_results_are_of_one_machine_and_one_set_of_versions(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(ValueError, match=r"expected rows of versions .*'2'.*, got those of .*'1'"):
         alternating.Results(path, {**about, "versions": {"torch": "2"}}, ["work"])
+
+
+def steps_that_tell_their_process(number, steps):
+    steps.begin()
+    for _ in range(number):
+        steps.tokens.append(os.getpid())
+        if steps.end():
+            return
+
+
+def fails_at_once(steps):
+    raise ValueError(f"no {steps.name}")
+
+
+def test_loops_elsewhere_alternate_as_here():
+    loops = {
+        name: alternating.elsewhere(partial(steps_that_tell_their_process, number), 1)
+        for name, number in (("a", 9), ("b", 9))
+    }
+    steps = alternating.alternate(loops, 1, alternating.Rounds(2, 3, 0.0))
+    assert {name: len(made.seconds) for name, made in steps.items()} == {"a": 3, "b": 3}
+    processes = [set(made.tokens) for made in steps.values()]
+    assert len(processes[0] | processes[1] | {os.getpid()}) == 3
+    assert all(made.totals().min() > 0 for made in steps.values())
+
+
+def test_a_loop_that_fails_elsewhere_fails_here():
+    loops = {"a": alternating.elsewhere(fails_at_once, 1)}
+    with pytest.raises(ValueError, match="no a"):
+        alternating.alternate(loops, 1)
 
 
 def test_a_process_of_its_own():
