@@ -38,6 +38,7 @@ METHODS = {
 }
 SETTINGS: dict[str, tuple[str, ...]] = {
     "standard": (),
+    "longer": ("chain_longer",),
     "hard": ("chain_hard",),
     "close": ("chain_close",),
     "own_style": ("chain_own_style",),
@@ -45,13 +46,14 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 }
 WHAT = {
     "standard": "references skip 70 % of their blocks, two values each",
-    "hard": "likewise, on 9 hard pairs in chains of 9 or 10",
+    "longer": "likewise, 150 updates",
+    "hard": "as standard, on 9 hard pairs in chains of 9 or 10",
     "close": "references skip 40 % of their blocks, one value each",
     "own_style": "references skip nothing: the student's own style",
     "contagious": "references skip every block",
 }
 COMPARED = {
-    "hard": ("GRPO", "Resample", "ReferenceInsertion", "ARG"),
+    **dict.fromkeys(("longer", "hard"), ("GRPO", "Resample", "ReferenceInsertion", "ARG")),
     **dict.fromkeys(("close", "own_style", "contagious"), ("ReferenceInsertion", "ARG")),
 }
 """The methods of the settings that have not all: harder ones, and those in which guidance gains nothing, or fails."""

@@ -94,7 +94,7 @@ def _save(rows: list[Row], keys: Sequence[str], path: Path, command: str) -> Non
     document = {
         "command": command,
         "machine": describe("torch", "lightning", "transformers", "torchmetrics"),
-        "rows": sorted(rows, key=lambda row: [str(row[key]) for key in keys]),
+        "rows": sorted(rows, key=lambda row: [row[key] for key in keys]),
     }
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(document, indent=1) + "\n")
