@@ -84,10 +84,10 @@ class PackedWeight:
         self.dtype, self.elements = dtype, weight.numel()
 
     @staticmethod
-    def worth(weight: Tensor) -> bool:
+    def worth(weight: Tensor, dtype: torch.dtype) -> bool:
         """Whether there is anything to gain for this weight on this machine."""
         plain = type(weight) in (Tensor, nn.Parameter) and weight.is_cpu and weight.dim() == 2
-        return plain and 16 * weight.numel() >= LEAST_PACKED and onednn() is not None
+        return plain and 16 * weight.numel() >= LEAST_PACKED and onednn() is not None and can_pack(dtype)
 
     def takes(self, x: Tensor) -> bool:
         """Whether it is to be used for ``x``."""
@@ -168,6 +168,18 @@ def checked_operator() -> tuple[Product | None, str]:
     except Exception as error:  # a private operator: whatever it does, there is another way
         return None, f"F.linear, as oneDNN's operator fails: {error}"
     return kernel, "oneDNN"
+
+
+@cache
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether oneDNN computes with packed weights of a dtype on this machine, tried on a small example."""
+    x, weight = (torch.linspace(-1, 1, n).view(-1, 5) for n in (2 * 5, 7 * 5))
+    try:
+        got = PackedWeight(weight, None, dtype)(x)
+    except Exception:  # a private operator: whatever it does, there is another way
+        return False
+    tolerance = 1e-5 if dtype is torch.float32 else 0.05
+    return got.dtype is dtype and torch.allclose(got.float(), F.linear(x, weight), rtol=0, atol=tolerance)
 
 
 def _flops(x: tuple[int, ...], weight: tuple[int, ...], *args: Any, **kwargs: Any) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lit_madrl.functional.linear import PackedWeight
+from lit_madrl.functional.linear import PackedWeight, can_pack
 from lit_madrl.policy import Policy, PolicyConfig, export, pack
 from lit_madrl.policy.build import adapters_disabled
 from lit_madrl.policy.linear import FastLinear, packed_weights, use_fast_linears
@@ -245,3 +245,24 @@ def test_long_completions_by_packed_weights(monkeypatch: pytest.MonkeyPatch, cal
         assert all(module.packed is None for module in policy.modules() if type(module) is FastLinear)
         made.clear()
     assert completions[0] == completions[1]
+
+
+def test_where_weights_cannot_be_packed_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU without bfloat16, or a PyTorch without the private operator."""
+    monkeypatch.setattr("lit_madrl.functional.linear.LEAST_PACKED", 1)
+    monkeypatch.setattr("lit_madrl.functional.linear.can_pack", lambda dtype: dtype is not torch.bfloat16)
+    model = nn.Sequential(nn.Linear(70, 50))
+    use_fast_linears(model)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), packed_weights(model):
+        assert model[0].packed is None
+        assert model(torch.ones(3, 70)).dtype is torch.bfloat16
+
+
+def test_an_operator_that_fails_cannot_pack(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("not here")
+
+    monkeypatch.setattr(PackedWeight, "__init__", fails)
+    assert not can_pack.__wrapped__(torch.float32)
+    monkeypatch.undo()
+    assert can_pack.__wrapped__(torch.float32)
