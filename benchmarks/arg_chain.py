@@ -177,7 +177,8 @@ def table(rows: list[Row], losses: dict[int, float]) -> str:
     lines = [
         "# Chain task: ways to use a reference",
         "",
-        f"Means over {STUDENTS} students, each in brackets; 198 test questions x 8; 100 updates unless told. Made by `{COMMAND}`.",
+        f"Means over {STUDENTS} students, each in brackets; 198 test questions x 8; 100 updates unless told.",
+        f"Made by `{COMMAND}`.",
         f"Students by seed, with the loss of their clean training: {named}.",
         "`at 50`: pass@8 on the training questions, mean of updates 46 to 55. `tokens`: generated, in millions.",
         "",
@@ -228,7 +229,7 @@ def plot(rows: list[Row], path: Path) -> None:
     titles = ("pass@8 on training questions", "all-failure groups helped", "ARG's selector")
     for panel, title in zip(axes, titles, strict=True):
         panel.set(xlabel="update", title=title, ylim=(0, 1.02))
-    axes[0].legend(frameon=False, fontsize=8)
+    axes[1].legend(*axes[0].get_legend_handles_labels(), frameon=False, fontsize=8, loc="upper right")
     axes[2].legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=130)
 
