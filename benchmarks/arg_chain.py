@@ -7,7 +7,8 @@ Each run is the shipped ``configs/arg`` files through the command line, evaluate
 samples each. A student is a warm start of its own, weights and data; students are numbered by seed, and those are used
 that have learned arithmetic, which is decided before any method is tried: the mean loss of the last 50 steps of their
 clean training is at most .01 nats a token. Students 0 to 5 chose the task's settings, those from 6 on are reported.
-Every method starts from the same students.
+Every method starts from the same students. That the main comparison has 150 updates was decided when theirs were known
+after 100, which are the standard setting.
 """
 
 from __future__ import annotations
