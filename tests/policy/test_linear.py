@@ -266,3 +266,7 @@ def test_an_operator_that_fails_cannot_pack(monkeypatch: pytest.MonkeyPatch) -> 
     assert not can_pack.__wrapped__(torch.float32)
     monkeypatch.undo()
     assert can_pack.__wrapped__(torch.float32)
+    dtypes = (torch.float32, torch.bfloat16)
+    expected = [can_pack.__wrapped__(dtype) for dtype in dtypes]
+    with torch.autocast("cpu", torch.bfloat16):  # where the sampler asks first
+        assert [can_pack.__wrapped__(dtype) for dtype in dtypes] == expected
