@@ -156,21 +156,19 @@ def computed_weights(setup: Setup) -> float:
 def layer_activations(setup: Setup) -> float:
     """Bytes that a layer keeps for backward: N tokens in groups of a prompt of p and R rows of f = completion - 1.
 
-    - two norms: the input in fp32, the normed (as the residual is held) and the output in c, which autocast makes
-      anew for each of the 3 and 2 matrices that read it; query and key norms likewise; 4 bytes a row for the scales;
+    - two norms: the input as the residual is held, and the output in c, which autocast makes anew for each of the 3
+      and 2 matrices that read it; query and key norms keep their input in c; 4 bytes a row for the scales;
     - attention: queries, keys, values and outputs in c as the calls get them, the prompt's keys and values once for
       each row; 4 H a token for the normalizers; and the mask as c-byte numbers;
     - the input of the output projection, and gate, its activation, up and their product: c (H D + 4 I) a token.
 
-    Frozen norms (adapters) do not keep the normed; adapters add c rank a matrix. Short groups, computed in one call,
-    take up to 20 % less.
+    Adapters add c rank a matrix. Short groups, computed in one call, take up to 20 % less.
     """
     shape, c, mixed = setup.shape, setup.computed, setup.autocast
     e, h, k = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    normed = 0 if setup.lora else 1
-    norms = e * (2 * (4 + normed * setup.residual) + (5 if mixed else 2) * c) + 8
+    norms = e * (2 * setup.residual + (5 if mixed else 2) * c) + 8
     if shape.qk_norm:
-        norms += (h + k) * (4 + normed * c) + 4 * (shape.heads + shape.kv_heads)
+        norms += (h + k) * c + 4 * (shape.heads + shape.kv_heads)
     matrices = c * (h + 4 * shape.intermediate + setup.lora * len(shape.matrices()))
     groups, rows = setup.micro_batch()
     p, f = setup.prompt, setup.completion - 1
@@ -186,7 +184,7 @@ def activations(setup: Setup) -> float:
     shape, (groups, rows) = setup.shape, setup.micro_batch()
     tokens = groups * (setup.prompt + rows * (setup.completion - 1))
     inputs = tokens * shape.hidden * setup.residual
-    last = tokens * shape.hidden * (4 + (0 if setup.lora else setup.residual))
+    last = tokens * shape.hidden * setup.residual
     rotations = 2 * tokens * shape.head_dim * setup.residual
     layer, layers = layer_activations(setup), shape.layers
     return last + rotations + (layers * inputs + layer if setup.checkpointing else layers * layer)

@@ -26,6 +26,9 @@ _CALL_OVERHEAD_PAIRS = 4096
 # Up to so many keys, backward in bfloat16 takes up to three times as long on CPUs as it does in float32.
 _FEW_KEYS = 256
 
+# Queries a call on CPUs, where PyTorch's kernel computes what a mask hides as well.
+_QUERY_BLOCK = 64
+
 # Attention features that the plan does not know: a layer that asks for one must not be packed.
 _UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
 
@@ -83,8 +86,21 @@ class GroupRows:
         own_q, own_k, own_v = map(completion_rows, (query, key, value))
         seen_k = torch.cat([k.expand(rows, -1, -1, -1), own_k], 2)
         seen_v = torch.cat([v.expand(rows, -1, -1, -1), own_v], 2)
-        own = _attend(own_q, seen_k, seen_v, attn_mask=self.mask, **sdpa)
+        own = _attend_to_own(own_q, seen_k, seen_v, self.mask, **sdpa)
         return torch.cat([out, own.transpose(1, 2).flatten(0, 1)[self.inverse]])
+
+
+def _attend_to_own(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **sdpa: Any) -> Tensor:
+    """Attention of the last ``[.., T, D]`` tokens to all; on a CPU in blocks that leave out what comes after them."""
+    tokens = query.shape[2]
+    size = _QUERY_BLOCK if query.is_cpu else tokens
+    outs = []
+    for first in range(0, tokens, size):
+        last = min(first + size, tokens)
+        seen = key.shape[2] - tokens + last
+        k, v, sees = key[:, :, :seen], value[:, :, :seen], mask[first:last, :seen]
+        outs.append(_attend(query[:, :, first:last], k, v, attn_mask=sees, **sdpa))
+    return torch.cat(outs, 2)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, **sdpa: Any) -> Tensor:

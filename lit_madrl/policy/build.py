@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from lit_madrl.policy.policy import LinearKernel, Packing, Policy
+from lit_madrl.policy.policy import Kernels, Packing, Policy
 from lit_madrl.policy.sharding import Sharding, parameters_on_meta, shard_and_load, whole_weights
 
 
@@ -34,7 +34,7 @@ class PolicyConfig:
         lora: keyword arguments of ``peft.LoraConfig`` to train adapters only; none trains all weights.
         gradient_checkpointing: compute activations again in backward to save memory.
         packing: see :class:`lit_madrl.policy.policy.Policy`.
-        linear: see :class:`lit_madrl.policy.policy.Policy`.
+        kernels: see :class:`lit_madrl.policy.policy.Policy`.
     """
 
     pretrained: str
@@ -42,7 +42,7 @@ class PolicyConfig:
     lora: dict[str, Any] | None = None
     gradient_checkpointing: bool = False
     packing: Packing = "auto"
-    linear: LinearKernel = "auto"
+    kernels: Kernels = "auto"
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's own tokenizer."""
@@ -105,7 +105,7 @@ class PolicyConfig:
             if self.lora is not None:
                 model.enable_input_require_grads()
         # from_pretrained gives evaluation mode, in which gradient checkpointing would do nothing.
-        return Policy(model, self.packing, self.linear).train()
+        return Policy(model, self.packing, self.kernels).train()
 
 
 def _checked(pretrained: str) -> str:

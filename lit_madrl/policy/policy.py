@@ -12,13 +12,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lit_madrl.functional.logprobs import chunk_tokens_for, selected_logprobs
 from lit_madrl.policy.attention import SHARED_PREFIX
 from lit_madrl.policy.linear import FastLinear, use_fast_linears
+from lit_madrl.policy.norm import use_fast_norms
 from lit_madrl.policy.packing import PackedBatch, padded_inputs
 
 if TYPE_CHECKING:
     from lit_madrl.policy.sharding import InStep, Sharding
 
 Packing = Literal["auto", "shared_prefix", "padded"]
-LinearKernel = Literal["auto", "torch"]
+Kernels = Literal["auto", "torch"]
 
 # Settings with which a model's logits are not `lm_head(hidden)` alone, or its attention not plain causal.
 _LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -59,17 +60,15 @@ class Policy(nn.Module):
         model: a causal language model of transformers.
         packing: ``shared_prefix`` computes prompts once and pads nothing, ``padded`` repeats them, ``auto`` packs
             where that is exact (see :func:`why_not_packed`).
-        linear: ``auto`` computes float32 linear layers by oneDNN on CPUs where that is faster (equal up to rounding),
-            ``torch`` always by ``F.linear``.
+        kernels: ``auto`` computes RMS norms in fewer passes and, on CPUs where that is faster, float32 linear layers by
+            oneDNN (both equal up to rounding); ``torch`` leaves the model's modules as they are.
 
     Attributes:
         sharding: how the weights are divided over ranks; None when each rank has all of them.
         in_step: keeps ranks in step while such a policy samples, see :func:`lit_madrl.policy.sharding.rollout_weights`.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, packing: Packing = "auto", linear: LinearKernel = "auto"
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, packing: Packing = "auto", kernels: Kernels = "auto") -> None:
         super().__init__()
         self.model = model
         self.sharding: Sharding | None = None
@@ -82,10 +81,11 @@ class Policy(nn.Module):
         self.packed = packing != "padded" and reason is None
         if self.packed:
             model.set_attn_implementation(SHARED_PREFIX)
-        if linear not in ("auto", "torch"):
-            raise ValueError(f"policy.linear: expected 'auto' or 'torch', got {linear!r}")
-        if linear == "auto":
+        if kernels not in ("auto", "torch"):
+            raise ValueError(f"policy.kernels: expected 'auto' or 'torch', got {kernels!r}")
+        if kernels == "auto":
             use_fast_linears(model)
+            use_fast_norms(model)
         _disable_dropout(model)
 
     def forward(self, batch: PackedBatch, temperature: float = 1.0) -> Tensor:

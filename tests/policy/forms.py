@@ -1,4 +1,4 @@
-"""The two forms of packed attention, to be forced whatever is cheaper."""
+"""The forms of packed attention, to be forced whatever is cheaper."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from lit_madrl.policy import attention
 from lit_madrl.policy.attention import DenseGroups, GroupRows
 
-FORMS = {"dense": DenseGroups, "rows": GroupRows}
+FORMS = {"dense": DenseGroups, "rows": GroupRows, "blocks": GroupRows}
 
 
 @contextmanager
@@ -18,4 +18,6 @@ def attention_form(name: str) -> Iterator[None]:
     """Plans built inside have this form."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "_CALL_OVERHEAD_PAIRS", 10**9 if name == "dense" else -(10**9))
+        if name == "blocks":
+            patch.setattr(attention, "_QUERY_BLOCK", 2)
         yield

@@ -55,7 +55,7 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 def pair(family: str = "qwen3", packing: Any = "auto") -> tuple[Policy, Policy]:
     """The same weights with and without."""
     model = tiny_model(family)
-    return Policy(copy.deepcopy(model), packing), Policy(model, packing, linear="torch")
+    return Policy(copy.deepcopy(model), packing), Policy(model, packing, kernels="torch")
 
 
 def fast(model: nn.Module) -> int:
@@ -128,7 +128,7 @@ def test_greedy_completions_are_the_same(calls: list[Any]) -> None:
 def test_adapters(tmp_path: Path, tiny_choice: Path, choice: Any, calls: list[Any]) -> None:
     pytest.importorskip("peft")
     tiny_model("qwen3").save_pretrained(tmp_path / "start")
-    policy = PolicyConfig(str(tmp_path / "start"), lora=LORA, linear=choice).build()
+    policy = PolicyConfig(str(tmp_path / "start"), lora=LORA, kernels=choice).build()
     for name, parameter in policy.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(0))
@@ -138,10 +138,10 @@ def test_adapters(tmp_path: Path, tiny_choice: Path, choice: Any, calls: list[An
     use_fast_linears(policy)
     assert_same(step(policy), got)  # whether it had them or not
     with adapters_disabled(policy), torch.no_grad():
-        start = Policy(tiny_model("qwen3"), linear="torch")(BATCH)
+        start = Policy(tiny_model("qwen3"), kernels="torch")(BATCH)
         torch.testing.assert_close(policy(BATCH), start, rtol=1e-4, atol=1e-4)
     export(policy, AutoTokenizer.from_pretrained(tiny_choice), tmp_path / "end")
-    merged = Policy(AutoModelForCausalLM.from_pretrained(tmp_path / "end"), linear="torch")
+    merged = Policy(AutoModelForCausalLM.from_pretrained(tmp_path / "end"), kernels="torch")
     with torch.no_grad():
         torch.testing.assert_close(merged(BATCH), got["logprobs"], rtol=1e-4, atol=1e-4)
 
@@ -172,8 +172,8 @@ def test_distributed(tmp_path: Path) -> None:
 
 
 def test_the_switch_is_checked() -> None:
-    with pytest.raises(ValueError, match=r"policy\.linear: expected 'auto' or 'torch', got 'mkl'"):
-        Policy(tiny_model("qwen3"), linear="mkl")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"policy\.kernels: expected 'auto' or 'torch', got 'mkl'"):
+        Policy(tiny_model("qwen3"), kernels="mkl")  # type: ignore[arg-type]
 
 
 def test_without_onednn_the_model_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
