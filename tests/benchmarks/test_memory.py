@@ -24,8 +24,10 @@ PRECISIONS = ("fp32", "bf16-mixed", "bf16")
 
 @pytest.fixture(autouse=True)
 def attention_in_the_dtype_asked_for(monkeypatch):
-    """As on GPUs, which the calculator is for, whatever the number of keys."""
-    monkeypatch.setattr("lit_madrl.policy.attention._FEW_KEYS", 0)
+    """As on GPUs, which the calculator is for."""
+    monkeypatch.setattr(
+        "lit_madrl.policy.attention._attend", torch.nn.functional.scaled_dot_product_attention
+    )
 
 
 def build(setup):
