@@ -24,8 +24,9 @@ import transformers
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.alternating import Results, Rounds, about, chosen, in_own_process, now, quiet, rows_parser
+from benchmarks.alternating import Rounds, in_own_process, now, quiet
 from benchmarks.grpo_work import PRESETS, Work
+from benchmarks.reporting import Results, about, chosen, rows_parser
 from benchmarks.vs_trl import NO_MERGE, PRECISIONS, ROWS
 from lit_madrl.policy import Policy
 from lit_madrl.rollouts import TorchEngine

@@ -23,10 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.alternating import (
-    Results,
-    about,
     alternate,
-    chosen,
     in_own_process,
     memory,
     quiet,
@@ -34,6 +31,7 @@ from benchmarks.alternating import (
     return_free_memory,
 )
 from benchmarks.grpo_work import Work
+from benchmarks.reporting import Results, about, chosen
 from benchmarks.vs_trl import PACKAGES, SIDES, Run, ours, require_trl, trl
 
 WORK = Work(1, 16, 256, random_words=256, random="wide")

@@ -41,24 +41,9 @@ import transformers
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.alternating import (
-    SIDES,
-    WARM_UP,
-    Results,
-    Rounds,
-    Steps,
-    about,
-    alternate,
-    chosen,
-    elsewhere,
-    now,
-    print_row,
-    quiet,
-    ratio,
-    rows_parser,
-    table,
-)
+from benchmarks.alternating import SIDES, WARM_UP, Rounds, Steps, alternate, elsewhere, now, quiet
 from benchmarks.grpo_work import PRESETS, Work
+from benchmarks.reporting import Results, about, chosen, print_row, ratio, rows_parser, table
 from lit_madrl.learners import GRPOLearner, Objective
 from lit_madrl.learners.collector import stack_targets
 from lit_madrl.policy.build import PolicyConfig

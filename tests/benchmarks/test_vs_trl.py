@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import alternating, grpo_work, vs_trl
+from benchmarks import alternating, grpo_work, reporting, vs_trl
 from lit_madrl.prepare import write_tiny_choice
 
 CLOCKS = {"wall", "cpu"}
@@ -119,13 +119,13 @@ def test_table(tmp_path):
 def test_results_are_of_one_machine_and_one_set_of_versions(tmp_path):
     path = tmp_path / "rows.json"
     about = {"command": "c", "machine": {"cpu": "a"}, "versions": {"torch": "1"}}
-    results = alternating.Results(path, about, ["work"])
+    results = reporting.Results(path, about, ["work"])
     for row in ({"work": "a", "n": 1}, {"work": "b", "n": 2}, {"work": "a", "n": 3}):
         results.add(row)
     assert json.loads(path.read_text()) == {**about, "rows": [{"work": "b", "n": 2}, {"work": "a", "n": 3}]}
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(ValueError, match=r"expected rows of versions .*'2'.*, got those of .*'1'"):
-        alternating.Results(path, {**about, "versions": {"torch": "2"}}, ["work"])
+        reporting.Results(path, {**about, "versions": {"torch": "2"}}, ["work"])
 
 
 def steps_that_tell_their_process(number, steps):
@@ -252,7 +252,7 @@ def test_ratio_of_medians():
         made.memory, made.tokens = [9 << 20, 4096, 2048, 1024], [1.0] * 4
         return made
 
-    ratio = alternating.ratio(steps([6.0, 8.0, 100.0]), steps([2.0, 2.0, 5.0]))
+    ratio = reporting.ratio(steps([6.0, 8.0, 100.0]), steps([2.0, 2.0, 5.0]))
     assert ratio["total"] == ratio["update"] == {"wall": 4.0, "cpu": 4.0}
     assert ratio["memory"] == 1.0
     # pairs: 3, 4, 20
