@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -81,27 +81,33 @@ class PackedWeight:
         self.pieces = [reorder(piece.detach().to(dtype).contiguous()) for piece in pieces]
         self.widths = [piece.shape[1] for piece in pieces]
         self.bias = None if bias is None else bias.detach().to(dtype)
-        self.dtype, self.elements = dtype, weight.numel()
+        self.dtype, self.columns = dtype, weight.shape[0]
 
     @staticmethod
-    def worth(weight: Tensor, dtype: torch.dtype) -> bool:
-        """Whether there is anything to gain for this weight on this machine."""
-        plain = type(weight) in (Tensor, nn.Parameter) and weight.is_cpu and weight.dim() == 2
-        return plain and 16 * weight.numel() >= LEAST_PACKED and onednn() is not None and can_pack(dtype)
+    def worth(weights: Sequence[Tensor], dtype: torch.dtype) -> bool:
+        """Whether there is anything to gain for these weights, one below the other, on this machine."""
+        if not all(type(w) in (Tensor, nn.Parameter) and w.is_cpu and w.dim() == 2 for w in weights):
+            return False
+        alike = len({(w.shape[1], w.dtype) for w in weights}) == 1
+        large = 16 * sum(w.numel() for w in weights) >= LEAST_PACKED
+        return alike and large and onednn() is not None and can_pack(dtype)
 
     def takes(self, x: Tensor) -> bool:
         """Whether it is to be used for ``x``."""
         autocast = torch.is_autocast_enabled("cpu")
         dtype = torch.get_autocast_dtype("cpu") if autocast else x.dtype
-        work = x.numel() // sum(self.widths) * self.elements
-        return dtype is self.dtype and work >= LEAST_PACKED and x.dim() >= 2 and not torch.is_grad_enabled()
+        large = x.numel() * self.columns >= LEAST_PACKED
+        return dtype is self.dtype and large and x.dim() >= 2 and not torch.is_grad_enabled()
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x W^T + b`` of ``[..., E]``."""
+        multiply = torch.ops.mkldnn._linear_pointwise
+        x = x.to(self.dtype)
         out: Tensor | None = None
-        for part, piece in zip(torch.split(x.to(self.dtype), self.widths, -1), self.pieces, strict=True):
-            bias = self.bias if out is None else None
-            product = torch.ops.mkldnn._linear_pointwise(part, piece, bias, "none", [], "")
+        # Splitting takes as long as a small product.
+        parts = torch.split(x, self.widths, -1) if len(self.pieces) > 1 else (x,)
+        for part, piece in zip(parts, self.pieces, strict=True):
+            product = multiply(part, piece, self.bias if out is None else None, "none", [], "")
             out = product if out is None else out.add_(product)
         assert out is not None
         return out

@@ -28,8 +28,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _normalized(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The result, and the factor ``[..., 1]`` of ``x`` in it."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    factor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    factor = factor.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    least = torch.scalar_tensor(eps, dtype=wide.dtype, device=x.device)
+    factor = torch.addcmul(least, length, length, value=1 / x.shape[-1]).rsqrt_()
     normalized = (wide * factor).to(x.dtype)
     return normalized.mul_(weight) if weight.dtype is x.dtype else normalized * weight, factor
 

@@ -90,10 +90,11 @@ class GroupRows:
 def _attend_to_own(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **sdpa: Any) -> Tensor:
     """Attention of the last ``[.., T, D]`` tokens to all; on a CPU in blocks that leave out what comes after them."""
     tokens = query.shape[2]
-    size = _QUERY_BLOCK if query.is_cpu else tokens
+    if not query.is_cpu or tokens <= _QUERY_BLOCK:
+        return _attend(query, key, value, attn_mask=mask, **sdpa)
     outs = []
-    for first in range(0, tokens, size):
-        last = min(first + size, tokens)
+    for first in range(0, tokens, _QUERY_BLOCK):
+        last = min(first + _QUERY_BLOCK, tokens)
         seen = key.shape[2] - tokens + last
         k, v, sees = key[:, :, :seen], value[:, :, :seen], mask[first:last, :seen]
         outs.append(_attend(query[:, :, first:last], k, v, attn_mask=sees, **sdpa))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_madrl.policy.allocator import keep_freed_memory
-from lit_madrl.policy.linear import packed_weights
+from lit_madrl.policy.linear import layers_by_input, packed_weights
 from lit_madrl.rollouts.base import SeededEngine
 from lit_madrl.rollouts.kv_cache import allows_holes
 from lit_madrl.rollouts.live_rows import LiveRows, branch
@@ -121,8 +121,11 @@ class TorchEngine(SeededEngine):
             branches = branch(branches.row[live], tokens[live], self.merge_identical)
             sample = sample[live][branches.order]
             if step == TOKENS_TO_PACK <= longest - step:
-                stack.enter_context(packed_weights(model))
-            logits = rows.advance(branches.parents, branches.tokens)
+                with layers_by_input(model) as groups:
+                    logits = rows.advance(branches.parents, branches.tokens)
+                stack.enter_context(packed_weights(groups))
+            else:
+                logits = rows.advance(branches.parents, branches.tokens)
         return history
 
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lit_madrl.functional.linear import PackedWeight, can_pack
 from lit_madrl.policy import Policy, PolicyConfig, export, pack
 from lit_madrl.policy.build import adapters_disabled
-from lit_madrl.policy.linear import FastLinear, packed_weights, use_fast_linears
+from lit_madrl.policy.linear import FastLinear, layers_by_input, packed_weights, use_fast_linears
 from lit_madrl.policy.sharding import Sharding, shard
 from lit_madrl.rollouts import TorchEngine
 from lit_madrl.types import Sampling
@@ -192,7 +192,7 @@ def test_packed_weights(dtype: torch.dtype, bias: bool, monkeypatch: pytest.Monk
     x = torch.randn(3, 2, 70, generator=torch.Generator().manual_seed(0)).to(dtype)
     with torch.no_grad():
         expected = model(x)
-        with packed_weights(model):
+        with packed_weights([[model[0]]]):
             model[0].weight.zero_()  # to see which one is used
             tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
             torch.testing.assert_close(model(x), expected, rtol=tolerance, atol=tolerance)
@@ -211,13 +211,60 @@ def test_packed_weights_are_those_that_autocast_asks_for(monkeypatch: pytest.Mon
     x = torch.randn(3, 70, generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         expected = model(x)
-        with packed_weights(model):
-            assert model[0].packed.dtype is torch.bfloat16
+        with packed_weights([[model[0]]]):
+            assert model[0].packed[0].weight.dtype is torch.bfloat16
             got = model(x)
             with torch.autocast("cpu", enabled=False):
                 assert model(x).dtype is torch.float32  # not by those
     assert got.dtype is expected.dtype is torch.bfloat16
     torch.testing.assert_close(got, expected)
+
+
+class Block(nn.Module):
+    """Layers that share their input, others that do not, one that is never called, and one that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 4)
+        self.b = nn.Linear(6, 3, bias=False)
+        self.twice = nn.Linear(6, 6)
+        self.late = nn.Linear(6, 2)
+        self.never = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.twice(x)
+        return torch.cat([self.a(x), self.twice(first), self.b(x), self.late(first)], -1)
+
+
+def test_layers_are_grouped_by_what_they_are_given() -> None:
+    model = Block()
+    use_fast_linears(model)
+    with torch.no_grad(), layers_by_input(model) as groups:
+        model(torch.ones(2, 6))
+    assert groups == [[model.twice, model.a, model.b], [model.late]]
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_that_share_an_input_are_one_product(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step after step, also where a layer gets something else than when it was watched."""
+    monkeypatch.setattr("lit_madrl.functional.linear.LEAST_PACKED", 1)
+    torch.manual_seed(0)
+    model = Block().to(dtype)
+    use_fast_linears(model)
+    x = torch.randn(3, 2, 6).to(dtype)
+    other = torch.randn(3, 2, 6).to(dtype)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype]
+    with torch.no_grad(), layers_by_input(model) as groups:
+        expected = [model(x), model(other), model.b(other), model(-x)]
+    with torch.no_grad(), packed_weights(groups):
+        assert model.a.packed[0] is model.b.packed[0]
+        got = [model(x), model(other), model.b(other)]
+        got.append(model(x.neg_()))  # the same tensor with other values
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+    assert model.a.packed is None
 
 
 def test_long_completions_by_packed_weights(monkeypatch: pytest.MonkeyPatch, calls: list[Any]) -> None:
@@ -241,7 +288,8 @@ def test_long_completions_by_packed_weights(monkeypatch: pytest.MonkeyPatch, cal
         completions.append(
             engine.generate([[3, 4, 5], [6, 7]], Sampling(2, 9, temperature=0), []).completions()
         )
-        assert len(made) == fast(policy)
+        # Query, key and value together, and gate and up: 4 instead of 7 in each of two layers, and the head.
+        assert len(made) == (9 if fast(policy) else 0)
         assert all(module.packed is None for module in policy.modules() if type(module) is FastLinear)
         made.clear()
     assert completions[0] == completions[1]
@@ -253,7 +301,7 @@ def test_where_weights_cannot_be_packed_nothing_changes(monkeypatch: pytest.Monk
     monkeypatch.setattr("lit_madrl.functional.linear.can_pack", lambda dtype: dtype is not torch.bfloat16)
     model = nn.Sequential(nn.Linear(70, 50))
     use_fast_linears(model)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), packed_weights(model):
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), packed_weights([[model[0]]]):
         assert model[0].packed is None
         assert model(torch.ones(3, 70)).dtype is torch.bfloat16
 
