@@ -185,7 +185,6 @@ def can_pack(dtype: torch.dtype) -> bool:
     except Exception:  # a private operator: whatever it does, there is another way
         return False
     tolerance = 1e-5 if dtype is torch.float32 else 0.05
-    # `@` would follow autocast, under which this may be asked.
     expected = (x[:, None] * weight).sum(-1)  # not by F.linear: autocast may be on
     return got.dtype is dtype and torch.allclose(got.float(), expected, rtol=0, atol=tolerance)
 

@@ -51,9 +51,9 @@ def computes_rms_norm(module: nn.Module) -> bool:
         return False
     probe = copy.deepcopy(module).to_empty(device="cpu")  # on meta, it may have no values
     weight = probe.get_parameter("weight")
-    weight.copy_(torch.linspace(0.5, 1.5, weight.numel()))
+    weight.copy_(torch.linspace(0.5, 1.5, weight.numel(), device="cpu"))
     # So small that eps matters as well.
-    x = torch.linspace(-1.0, 2.0, 2 * weight.numel()).view(2, -1) * eps**0.5
+    x = torch.linspace(-1.0, 2.0, 2 * weight.numel(), device="cpu").view(2, -1) * eps**0.5
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 0.02)):
         try:
             expected = probe(x.to(dtype))

@@ -50,7 +50,7 @@ def test_values_and_gradients_in_float64(shape: tuple[int, ...]) -> None:
     scale=st.floats(1e-4, 1e4),
     eps=st.sampled_from([1e-12, 1e-6, 0.1]),
 )
-def test_gradients_by_differences(rows: int, width: int, scale: float, eps: float) -> None:
+def test_gradients_at_any_scale(rows: int, width: int, scale: float, eps: float) -> None:
     x, weight = operands((rows, width), torch.float64, torch.float64)
     expected = torch.autograd.grad(formula(scale * x, weight, eps).sin().sum(), (x, weight))
     got = torch.autograd.grad(rms_norm(scale * x, weight, eps).sin().sum(), (x, weight))
