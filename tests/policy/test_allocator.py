@@ -14,11 +14,10 @@ import torch
 from lit_madrl.policy.allocator import keep_freed_memory
 
 kept = keep_freed_memory() if sys.argv[1] == "keep" else None
-blocks = [torch.ones(2**24) for _ in range(2)]  # 64 MiB each
-del blocks
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(5):
-    blocks = [torch.ones(2**24) for _ in range(2)]
+for number in range(8):
+    if number == 3:  # by then blocks lie where they stay
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [torch.ones(2**24) for _ in range(2)]  # 64 MiB each
     del blocks
 print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
